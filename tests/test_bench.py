@@ -7,7 +7,7 @@ import itertools
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
@@ -454,8 +454,52 @@ def test_calls_of_few_query_rows_are_timed_on_copies_in_turn_as_many_as_l2_forge
         of = SimpleNamespace(numel=lambda size=size: size, element_size=lambda: 1, clone=lambda: cloned.append(0))
         worker.info = SimpleNamespace(l2_bytes=400, memory_bytes=memory)  # type: ignore[assignment]
         cloned.clear()
-        worker._rotating({}, (Array("q"), of, of))
+        worker._on_copies({}, (Array("q"), of, of))
         assert 1 + len(cloned) // 2 == wanted
+
+
+def test_a_call_in_a_step_is_what_its_graph_takes_longer_than_the_kernels_that_write_q() -> None:
+    fake = FakeGpu({"stage": 100.0, "library": 110.0})
+    captured: list[str] = []
+    behind_us = 3.0
+
+    class Graph:
+        replay: Any
+
+    @contextlib.contextmanager
+    def graph(made: Graph, stream: object) -> Iterator[None]:
+        captured.clear()
+        yield
+        if "library" in captured:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        name = f"graph {len(fake.call_us)}"
+        fake.call_us[name] = sum(behind_us if one == "q" else fake.call_us[one] + 0.5 for one in captured)
+        made.replay = fake.run(name)
+
+    def run(name: str) -> Any:
+        call = fake.run(name)
+        return lambda: (captured.append(name), call())
+
+    sent: list[Any] = []
+    plan = Plan(samples=4, min_samples=3, cold_samples=0, step_samples=4, sustained_seconds=0)
+    worker = BenchWorker(_job(plan), sent.append)
+    worker._backend = fake  # type: ignore[assignment]
+    worker.info = SimpleNamespace(sm_count=4)  # type: ignore[assignment]
+    cuda = SimpleNamespace(CUDAGraph=Graph, graph=graph, current_stream=lambda device: 1)
+    worker.torch = SimpleNamespace(no_grad=contextlib.nullcontext, cuda=cuda)
+    worker.survive = lambda error: None  # type: ignore[method-assign]
+    ready = {name: Candidate(run(name), PASSED, lambda: None) for name in ("stage", "library")}
+    q = SimpleNamespace(mul_=lambda factor: captured.append("q"))
+    worker.time(0, PROBLEMS[0], ready, plan, (q, None, None), [()])
+    rows = {m["name"]: m["row"]["samples"] for m in sent if m["type"] == "row"}
+    assert [(one["regime"], one["cache"]) for one in rows["library"]] == [("burst", "hot")]
+    (missing,) = (m for m in sent if m["type"] == "missing")
+    assert missing["what"] == "library in a CUDA graph"
+    assert "capturing" in missing["reason"]
+    hot, step = rows["stage"]
+    assert (hot["cache"], step["cache"]) == ("hot", "step")
+    assert step["time_us"] == pytest.approx([100.5] * 4)
+    assert step["calls"] % 8 == 0
 
 
 def test_second_rows_take_turns_in_hot_bursts_and_the_fastest_is_kept_busy() -> None:
@@ -957,6 +1001,8 @@ def test_a_workers_rows_are_records(monkeypatch: pytest.MonkeyPatch) -> None:
         (one, "inputs", lambda _: (q, k, v)),
         (one, "survive", lambda _: None),
         (torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0)),
+        (torch.cuda, "Stream", lambda _: None),
+        (torch.cuda, "stream", contextlib.nullcontext),
         (worker_module, "CudaBackend", _Clock),
         (worker_module, "prepare", lambda *tensors, **how: _Prepared(torch, *tensors, **how)),
         (worker_module, "_sass_mix", lambda *_: {"mma": 1}),

@@ -17,7 +17,8 @@ from synthetic import measurement, write_synthetic
 from typer.testing import CliRunner
 
 from flashlab.build import compiler, sass
-from flashlab.build.compiler import Cubin
+from flashlab.build.compiler import COMMON, Cubin
+from flashlab.build.sources import included
 from flashlab.cli import app
 from flashlab.core.errors import ParameterError, UnknownStageError
 from flashlab.core.paths import KERNELS, SITE
@@ -72,8 +73,9 @@ def test_a_source_or_its_host_code_reads_every_tunable(stage: Stage) -> None:
     text = stage.source.read_text(encoding="utf-8")
     header = text.split("#include")[0]
     host = Path(cublaslt.__file__).read_text(encoding="utf-8") if stage.runner else ""
+    headers = "".join(path.read_text(encoding="utf-8") for path in included(stage.source, text, [COMMON]))
     for name in stage.params:
-        assert re.search(rf"\b{name}\b", text.replace(header, "")) or f'"{name}"' in host, name
+        assert re.search(rf"\b{name}\b", text.replace(header, "") + headers) or f'"{name}"' in host, name
 
 
 def test_a_name_may_carry_values_of_tunables() -> None:

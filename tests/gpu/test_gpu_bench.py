@@ -348,3 +348,22 @@ def test_peers_agree_with_torchs_unfused_answer(name: str, problem: Problem) -> 
         torch.testing.assert_close(got.float(), wanted, atol=3e-2, rtol=3e-2)
     else:  # three bits of a mantissa: single values are off by a sixteenth
         assert (got.float() - wanted).square().mean() < 0.07**2 * wanted.square().mean()
+
+
+def test_calls_in_a_step_are_timed_apart_from_the_kernels_before_them(quiet: None, tmp_path: Path) -> None:
+    problem = Problem.parse("4x32x8x1x8192x128")
+    path = bench.run(
+        [problem],
+        stages=["d0_split_kv", "d2_early_launch", "d12_paged_ends"],
+        peers=["sdpa"],
+        plan=Plan(samples=7, cold_samples=0, step_samples=7, sustained_seconds=0.0),
+        ceilings=False,
+        options=Options(data=tmp_path, timeout_s=60),
+    )
+    rows = read_run(path).measurements
+    assert {row.name for row in rows} == {"d0_split_kv", "d2_early_launch", "d12_paged_ends", "sdpa"}
+    for row in rows:
+        step, rotating = row.samples_of("burst", "step"), row.samples_of("burst", "rotating")
+        assert step is not None
+        assert rotating is not None
+        assert 0.7 < step.median_us / rotating.median_us < 1.5, row.name

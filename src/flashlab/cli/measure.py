@@ -43,6 +43,7 @@ def bench(
     ceilings: Annotated[bool, typer.Option(help="Measure the GPU's own limits too.")] = True,
     samples: opt.Samples = None,
     cold: Annotated[int | None, typer.Option(help="Samples with a cold L2.")] = None,
+    step: Annotated[int | None, typer.Option(help="Samples in a CUDA graph, behind another kernel.")] = None,
     sustained: Annotated[float | None, typer.Option(help="Seconds of continuous calls at every problem.")] = None,
     sustained_on: Annotated[
         str | None, typer.Option(metavar="NAME[,NAME]...", help="Call these alone for seconds.")
@@ -89,6 +90,7 @@ def bench(
     plan = {
         "samples": samples,
         "cold_samples": cold,
+        "step_samples": step,
         "sustained_seconds": sustained,
         "sustained_names": None if sustained_on is None else tuple(opt.names_in(sustained_on) or ()),
         "lse": lse,

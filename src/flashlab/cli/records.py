@@ -48,7 +48,7 @@ def results(
         Cache | None,
         typer.Option(
             help="hot: calls back to back (if not given); cold: L2 overwritten before each; rotating: back to back, "
-            "each on other keys and values."
+            "each on other keys and values; step: in a CUDA graph, each behind another kernel."
         ),
     ] = None,
     against_peers: Annotated[

@@ -32,8 +32,10 @@ and the output is of the inputs' type, always."""
 Regime = Literal["burst", "sustained"]
 """burst: short samples with idle gaps, the SM clock between them at its maximum. sustained: continuous work,
 power-limited."""
-Cache = Literal["hot", "cold", "rotating"]
-"""hot: calls back to back. cold: L2 overwritten before every call."""
+Cache = Literal["hot", "cold", "rotating", "step"]
+"""hot: calls back to back. cold: L2 overwritten before every call. rotating: back to back, each on other keys and
+values. step: as in a model's step, in a CUDA graph, each behind a kernel that writes q, whose own time is taken off; of
+a few query rows on other keys and values too."""
 DTYPES: tuple[DType, ...] = get_args(DType)
 MASKS: tuple[Mask, ...] = get_args(Mask)
 FEATURES: tuple[Feature, ...] = get_args(Feature)

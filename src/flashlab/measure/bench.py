@@ -16,7 +16,7 @@ from flashlab.build import compiler, triton_code
 from flashlab.build.parallel import Follow
 from flashlab.core.errors import CompileError, MissingPackageError, ParameterError
 from flashlab.core.inputs import NORMAL
-from flashlab.core.problem import Problem
+from flashlab.core.problem import Cache, Problem
 from flashlab.kernels import peers as libraries
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Implementation
@@ -24,6 +24,7 @@ from flashlab.measure import ceilings as limits
 from flashlab.measure import timer as timing
 from flashlab.measure.cells import Cell, Supervisor
 from flashlab.measure.harness import Book, Message
+from flashlab.measure.options import STEP_CALLS
 from flashlab.measure.options import Options as Options
 from flashlab.measure.options import Plan as Plan
 from flashlab.measure.options import plan_of as plan_of
@@ -349,7 +350,10 @@ def not_on_record(
         one, problem = named[name], row.problem
         if row.status in ("unsupported", "missing"):
             return (problem, name) not in code
-        if row.status != "ok" or (plan.cold_samples and row.samples_of("burst", "cold") is None):
+        wanted: dict[Cache, int] = {"cold": plan.cold_samples, "step": plan.step_samples}
+        if row.status != "ok" or any(
+            count and row.samples_of("burst", cache) is None for cache, count in wanted.items()
+        ):
             return False
         if plan.sustains(problem, name) and row.samples_of("sustained") is None:
             return False
@@ -428,6 +432,8 @@ def estimate(
             seconds += rows * (_burst_s(call_s, plan.samples, plan.min_samples, plan.cap_s) + 2 * call_s)
             if plan.cold_samples:
                 seconds += _burst_s(call_s, plan.cold_samples, 3, plan.cap_s / 2) + 2 * call_s
+            if plan.step_samples:
+                seconds += _burst_s(STEP_CALLS * call_s, plan.step_samples, plan.min_samples, plan.cap_s)
             if plan.sustains(problem, name):
                 seconds += plan.sustained_seconds + max(timing.CHUNK_S, call_s) * 2
                 long += 1

@@ -79,6 +79,8 @@ class Plan:
     """What a slow one takes at least."""
     cold_samples: int = 15
     """Cold ones; none where 0."""
+    step_samples: int = 0
+    """Of a CUDA graph of calls, each behind another kernel; none where 0."""
     cap_s: float = 3.0
     """Host time, in seconds, after which an implementation takes no more than the least number of samples."""
     sustained_seconds: float = 5.0
@@ -98,7 +100,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         _positive(samples=self.samples, min_samples=self.min_samples, checked_scores=self.checked_scores)
-        _not_negative(cold_samples=self.cold_samples, cap_s=self.cap_s, sustained_seconds=self.sustained_seconds)
+        _not_negative(cold_samples=self.cold_samples, step_samples=self.step_samples)
+        _not_negative(cap_s=self.cap_s, sustained_seconds=self.sustained_seconds)
 
     def checks(self, problem: Problem) -> int:
         """Scores of that problem to compare with the oracle."""
@@ -111,6 +114,7 @@ class Plan:
             samples=min(self.samples, max(_LAYER_SAMPLES, self.samples // layers)),
             min_samples=min(self.min_samples, _LAYER_SAMPLES),
             cold_samples=min(self.cold_samples, max(_LAYER_SAMPLES, self.cold_samples // layers)),
+            step_samples=min(self.step_samples, max(_LAYER_SAMPLES, self.step_samples // layers)),
             cap_s=self.cap_s / layers,
             sustained_seconds=min(self.sustained_seconds, max(_LAYER_SUSTAINED_S, self.sustained_seconds / layers)),
             checked_scores=max(1, min(self.checked_scores, _CHECKED_SCORES) // layers),
@@ -129,6 +133,8 @@ class Plan:
         )
 
 
+STEP_CALLS = 8
+"""In a CUDA graph, at least."""
 _BRIEF = Plan(
     samples=15,
     min_samples=5,
@@ -151,7 +157,7 @@ PLANS: Mapping[str, Plan] = {
     "inputs": replace(_BRIEF, lse=True),
     "offsets": _BRIEF,
     "gqa": _BRIEF,
-    "decode": replace(BURSTS, samples=30, cold_samples=10),
+    "decode": replace(BURSTS, samples=30, cold_samples=10, step_samples=30),
     "fp8": BURSTS,
 }
 """Of the suites that want their own; `Plan()` of the others."""

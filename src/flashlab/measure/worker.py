@@ -10,7 +10,7 @@ import importlib
 import itertools
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from flashlab.kernels.registry import Implementation
 from flashlab.measure import ceilings, harness
 from flashlab.measure.cells import GpuWorker, RefusedError
 from flashlab.measure.harness import Message, Send
-from flashlab.measure.options import Plan
+from flashlab.measure.options import STEP_CALLS, Plan
 from flashlab.measure.timer import CudaBackend, Run, Timer
 from flashlab.record.checks import Fallbacks
 from flashlab.record.schema import CubinFields, Samples, Verdict, cycles_per_score
@@ -41,6 +41,8 @@ _L2_SIZES, _COPIES, _MEMORY_SHARE = 3, (12, 64), 8
 """Copies of Q, K and V that calls rotate over: so many times what L2 holds beside the one in hand, not fewer and not
 more than so many, in at most that part of the memory. A few are not enough, however large: a kernel that prefetches
 for the next call and drives out what it has read keeps what it prefetched of each."""
+_ALONE = ""
+"""Among graphs of calls: the one without them."""
 _MODEL_S = 300.0
 """What making `trained` inputs may take longer than a step of anything else."""
 T = TypeVar("T")
@@ -92,13 +94,15 @@ class BenchWorker(GpuWorker):
     def work(self) -> None:
         """Do the job."""
         self.hold()
-        stream = int(self.torch.cuda.current_stream(self.device).cuda_stream)
-        self._backend = CudaBackend(self.device, stream)
-        for index, problem, names, _ in self.cells():
-            if problem is None:
-                self._ceilings(index, names, stream)
-            else:
-                self.bench(index, problem, names)
+        cuda = self.torch.cuda
+        with cuda.stream(cuda.Stream(self.device)):  # not the default stream, which no CUDA graph can be captured from
+            stream = int(cuda.current_stream(self.device).cuda_stream)
+            self._backend = CudaBackend(self.device, stream)
+            for index, problem, names, _ in self.cells():
+                if problem is None:
+                    self._ceilings(index, names, stream)
+                else:
+                    self.bench(index, problem, names)
 
     def row(self, cell: int, name: str, row: Mapping[str, Any]) -> None:
         """Say what came of an implementation, and of which model its inputs are."""
@@ -306,11 +310,15 @@ class BenchWorker(GpuWorker):
                 bursts = [hot[-1]]
                 if plan.cold_samples:
                     bursts.append(self._burst(timer, once, cell, "cold", plan.cold_samples, 3, plan.cap_s / 2))
+                calls = {name: [run] for name, run in once.items()}
                 if plan.rotates(problem):
-                    turned = self._rotating({name: ready[name] for name in once}, tensors)
+                    calls = self._on_copies({name: ready[name] for name in once}, tensors)
+                    turned = {name: _in_turn(runs) for name, runs in calls.items()}
                     bursts.append(
                         self._burst(timer, turned, cell, "rotating", plan.samples, plan.min_samples, plan.cap_s)
                     )
+                if plan.step_samples and calls:
+                    bursts.append(self._steps(timer, cell, calls, tensors[0], plan))
             for burst in bursts:
                 for name, samples in burst.items():
                     keep(name, samples, number)
@@ -330,18 +338,37 @@ class BenchWorker(GpuWorker):
             fallbacks = {"fallbacks": counted} if counted else {}
             self.row(cell, name, {"verdict": one.verdict, "samples": taken[name], **one.fields, **fallbacks})
 
-    def _rotating(self, ready: Mapping[str, Candidate], tensors: Sequence[Any]) -> dict[str, Run]:
-        """Each as a call on the next of several copies of the tensors, which L2 has lost when they come again."""
+    def _on_copies(self, ready: Mapping[str, Candidate], tensors: Sequence[Any]) -> dict[str, list[Run]]:
+        """Each as calls on several copies of the tensors, which L2 has lost when they come again."""
         copies = copies_beyond_l2(sum(x.numel() * x.element_size() for x in tensors[1:]), self.info)
         others = [tuple(x.clone() for x in tensors) for _ in range(copies - 1)]
-
-        def turning(runs: Iterator[Run]) -> Run:
-            return lambda: next(runs)()
-
         return {
-            name: turning(itertools.cycle([one.run, *(one.on(*other) for other in others)]))
-            for name, one in ready.items()
-            if one.on is not None
+            name: [one.run, *(one.on(*other) for other in others)] for name, one in ready.items() if one.on is not None
+        }
+
+    def _steps(
+        self, timer: Timer, cell: int, calls: Mapping[str, Sequence[Run]], q: Any, plan: Plan
+    ) -> dict[str, Samples]:
+        """Of one call in a CUDA graph, behind a kernel that writes q: what the graph takes longer than without it."""
+        cuda = self.torch.cuda
+        copies = min(map(len, calls.values()))
+        count = -(-STEP_CALLS // copies) * copies
+        graphs: dict[str, Run] = {}
+        for name, runs in {_ALONE: [lambda: None], **calls}.items():
+            with self.attempt(f"{name} in a CUDA graph", survive=True):
+                graph = cuda.CUDAGraph()
+                with cuda.graph(graph, stream=cuda.current_stream(self.device)):
+                    for run in itertools.islice(itertools.cycle(runs), count):
+                        q.mul_(1)
+                        run()
+                graphs[name] = graph.replay
+        taken = self._burst(timer, graphs, cell, "step", plan.step_samples, plan.min_samples, plan.cap_s)
+        alone_us = taken.pop(_ALONE).median_us
+        return {
+            name: one.model_copy(
+                update={"calls": one.calls * count, "time_us": [(us - alone_us) / count for us in one.time_us]}
+            )
+            for name, one in taken.items()
         }
 
     def _burst(
@@ -389,6 +416,11 @@ class BenchWorker(GpuWorker):
             return candidate
 
         return self._each(cell, list(ready), f"check on layer {number}", judged)
+
+
+def _in_turn(runs: Sequence[Run]) -> Run:
+    turns = itertools.cycle(runs)
+    return lambda: next(turns)()
 
 
 def _closeness(verdict: Verdict) -> float:

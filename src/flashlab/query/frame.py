@@ -37,6 +37,7 @@ RESULT = (
 _STATES: Mapping[str, tuple[Regime, Cache]] = {
     "cold": ("burst", "cold"),
     "rotating": ("burst", "rotating"),
+    "step": ("burst", "step"),
     "sustained": ("sustained", "hot"),
 }
 _CACHE: dict[Path, tuple[tuple[Any, ...], pd.DataFrame]] = {}
@@ -55,8 +56,8 @@ def frame(gpu: str, data: Path = DATA, folder: str = "runs") -> pd.DataFrame:
     `head_dim`, `dtype`, `mask`, `inputs`, `window`, `softcap`; `features`, both in words, empty where there are none;
     `layout`, `lse`, `second` (a stage's row with the log-sum-exp on, beside its own), `status`, `reason`, `samples` (a
     tuple of `schema.Samples`), `cubin`, `verdict`, `registers`, `spill_bytes`, `smem_bytes`, `blocks_per_sm`; the
-    columns of `state_of`; `cold_us`, `rotating_us`, `sustained_us`, and so for `_tflops`. None or NaN where there is
-    none.
+    columns of `state_of`; `cold_us`, `rotating_us`, `step_us`, `sustained_us`, and so for `_tflops`. None or NaN
+    where there is none.
 
     Of ceilings: `unit` and `value`.
     """

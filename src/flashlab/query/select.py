@@ -53,6 +53,7 @@ STATES: Mapping[tuple[Regime, Cache], str] = {
     ("burst", "hot"): "burst, hot L2",
     ("burst", "cold"): "burst, cold L2",
     ("burst", "rotating"): "burst, rotating K and V",
+    ("burst", "step"): "burst, in a step",
     ("sustained", "hot"): "sustained",
 }
 """The ways a time is taken, as the report shows and names them: the headline first."""

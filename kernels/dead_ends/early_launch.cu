@@ -1,4 +1,4 @@
-// 17_early_launch: a call's blocks come while the call before it ends. Parent: 16_ones_column.
+// early_launch: a call's blocks come while the call before it ends. Parent: 16_ones_column.
 // Question: what lies between two calls, and can the next one pay it while the one before still runs?
 // Change: programmatic dependent launch. A block says at its start that the next kernel of the stream may be launched; that one's
 //         blocks come to SMs that have nothing left to do, set up barriers, ones and maps, and wait for the kernels before them
@@ -586,7 +586,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-attention_17_early_launch(const __grid_constant__ AttentionParams p, const __grid_constant__ AttentionMaps maps) {
+attention_early_launch(const __grid_constant__ AttentionParams p, const __grid_constant__ AttentionMaps maps) {
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
