@@ -13,8 +13,9 @@ from pathlib import Path
 
 from flashlab.core.errors import NoDataError
 from flashlab.core.paths import DATA
-from flashlab.core.problem import Problem
+from flashlab.core.problem import Cache, Problem
 from flashlab.kernels import registry
+from flashlab.kernels.peers import FEW_ROWS
 from flashlab.kernels.registry import arch_for
 from flashlab.measure.tune import Items, Key, items
 from flashlab.record import schema, store
@@ -24,6 +25,8 @@ from flashlab.run.choice import Choice
 
 BESIDE = "sdpa"
 """The library that a choice is held against: torch's SDPA, with its own choice of kernels."""
+AS_IN_A_MODEL: tuple[Cache, ...] = ("step", "rotating")
+"""The states in which a call of few query rows comes nearest to one in a model, the nearest first. Others count hot."""
 
 
 def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
@@ -31,8 +34,8 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
 
     Of each stage and problem the winner of the newest round that tuned it, and the newest run's measurement of it. What
     a shape, a mask and an element type do not tell apart (records on other inputs) is left out, and so is what names
-    other tunables than the stage has. Where a problem was timed on rotating keys and values, as a model's layers have
-    them, those times count, and records without one are left out.
+    other tunables than the stage has. Where few query rows were timed as a model has them, in a step or else on
+    rotating keys and values (`AS_IN_A_MODEL`), those times count, and records without one are left out.
 
     Raises:
         NoDataError: no tuning of that GPU is on record.
@@ -44,11 +47,12 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
             "`flashlab tune` on such a GPU makes some."
         )
     measured = store.measurements(gpu_slug, data)
-    rotating = {one.problem for one in (*found, *measured) if one.samples_of("burst", "rotating")}
+    nearest: dict[Problem, int] = {}
+    for one in (*found, *measured):
+        nearest[one.problem] = min(nearest.get(one.problem, len(AS_IN_A_MODEL)), _state(one))
 
     def counts(record: Tuning | Measurement) -> bool:
-        stands = record.problem not in rotating or record.samples_of("burst", "rotating") is not None
-        return stands and _plain(record.problem)
+        return _state(record) == nearest[record.problem] and _plain(record.problem)
 
     rounds: dict[Key, dict[str, list[Tuning]]] = {}
     for record in found:
@@ -80,8 +84,14 @@ def _plain(problem: Problem) -> bool:
     return problem == Problem.parse(problem.shape, dtype=problem.dtype, mask=problem.mask)
 
 
+def _state(record: schema.Timed) -> int:
+    """The place in `AS_IN_A_MODEL` of what it was timed in; behind them all where it was in none."""
+    timed = (place for place, cache in enumerate(AS_IN_A_MODEL) if record.samples_of("burst", cache))
+    return min(timed, default=len(AS_IN_A_MODEL)) if record.problem.q_len < FEW_ROWS else len(AS_IN_A_MODEL)
+
+
 def _taken(record: Tuning | Measurement) -> Samples:
-    samples = record.samples_of("burst", "rotating") or record.samples_of()
+    samples = record.samples_of("burst", (*AS_IN_A_MODEL, "hot")[_state(record)])
     assert samples is not None, "a record that is ok has burst samples"
     return samples
 

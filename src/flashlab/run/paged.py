@@ -47,7 +47,7 @@ from flashlab.run.plan import (
     with_features,
 )
 
-STAGE = "d14_early_pages"
+STAGE = "d13_shares_of_time"
 """What runs where no stage is named."""
 _VIEWS = ("Q", "K", "V", "page_table", "lengths", "O")
 """What a call is of, by the names of the fields that hold the addresses, in the order of `paged_attention`."""
