@@ -20,7 +20,7 @@ from flashlab.build import compiler, sass
 from flashlab.build.compiler import LaunchShape
 from flashlab.core.errors import UnsupportedError
 from flashlab.core.paths import KERNELS, SITE
-from flashlab.core.problem import Problem, suite
+from flashlab.core.problem import AS_IN_A_MODEL, Cache, Problem, suite
 from flashlab.kernels import registry
 from flashlab.kernels.registry import DEAD_ENDS, DECODE, STAGES, Stage
 from flashlab.query import contests, select
@@ -421,17 +421,18 @@ def test_a_page_shows_the_gpu_that_measured_its_stage_where_the_main_one_did_not
         assert (f"**{last.id}**" in page.replace("`", "")) == bool(others)
 
 
-def test_the_page_for_decoding_shows_times_on_rotating_keys_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize("cache", AS_IN_A_MODEL)
+def test_the_page_for_decoding_shows_times_as_in_a_model_first(tmp_path: Path, cache: Cache) -> None:
     problem = Problem.parse("4x32x8x1x8192x128")
     folder = tmp_path / "nvidia-h200" / "runs"
     folder.mkdir(parents=True)
     run = "20260102T030405Z-0123abc"
-    # On the same keys the first is the fastest, on others the second.
+    # On the same keys the first is the fastest, as a model has them the second.
     for name, factor in (("d0_split_kv", 9.0), ("d2_early_launch", 2.0), ("sdpa", 3.0)):
         row = measurement("08_swizzle" if name[0] == "d" else name, problem, run=run)
         hot, turned = (
-            row.samples[0].model_copy(update={"cache": cache, "time_us": (time_us,) * len(row.samples[0].time_us)})
-            for cache, time_us in (("hot", 40.0 - factor), ("rotating", 40.0 + factor))
+            row.samples[0].model_copy(update={"cache": state, "time_us": (time_us,) * len(row.samples[0].time_us)})
+            for state, time_us in (("hot", 40.0 - factor), (cache, 40.0 + factor))
         )
         store.append(folder / f"{run}.jsonl", row.model_copy(update={"name": name, "samples": (hot, turned)}))
     store.write_checksums("nvidia-h200", tmp_path)
@@ -440,6 +441,31 @@ def test_the_page_for_decoding_shows_times_on_rotating_keys_first(tmp_path: Path
     text = (tmp_path / "snippets" / "decode.md").read_text(encoding="utf-8")
     assert "| `d2_early_launch` | 42.0 |" in text
     assert f"| `sdpa` | 43.0 | ×{tables.number(43 / 42)} | ×{tables.number(37 / 38)} |" in text
+
+
+def test_the_table_of_steps_is_of_each_batchs_newest_run_on_the_first_gpu_that_has_some(tmp_path: Path) -> None:
+    assert pages.steps_table((), tmp_path) == pages.NOTHING_YET
+    for slug, caches in (("nvidia-h200", ("rotating",)), ("nvidia-h100", ("rotating", "step"))):
+        folder = tmp_path / slug / "runs"
+        folder.mkdir(parents=True)
+        for run, factor in (("20260102T030405Z-0123abc", 2.0), ("20260102T040405Z-0123abc", 1.0)):
+            for batch, name in ((1, "d0_split_kv"), (1, "sdpa"), (4, "d0_split_kv")):
+                if batch == 4 and factor == 1.0:
+                    continue  # the newer run has one batch
+                row = measurement("sdpa", Problem.parse(f"{batch}x32x8x1x8192x128"), run=run, slug=slug)
+                times = (factor * batch * (10.0 if cache == "step" else 30.0) for cache in caches)
+                samples = [
+                    row.samples[0].model_copy(update={"cache": cache, "time_us": (us,) * len(row.samples[0].time_us)})
+                    for cache, us in zip(caches, times, strict=True)
+                ]
+                named = {"name": name, "kind": "stage" if name[0] == "d" else "peer", "samples": tuple(samples)}
+                store.append(folder / f"{run}.jsonl", row.model_copy(update=named))
+        store.write_checksums(slug, tmp_path)
+    everything = tuple(SimpleNamespace(gpu=slug) for slug in ("nvidia-h200", "nvidia-h100"))
+    text = pages.steps_table(everything, tmp_path)  # type: ignore[arg-type]
+    assert "B1 back to back, µs | B1 in a step, µs | B4 back to back, µs | B4 in a step, µs |" in text
+    assert "| `d0_split_kv` | 30.0 | 10.0 | 240 | 80.0 |" in text
+    assert "| `sdpa` | 30.0 | 10.0 | – | – |" in text
 
 
 def test_a_sessions_rows_come_from_the_run_that_tried_most_of_what_is_shown(tmp_path: Path) -> None:

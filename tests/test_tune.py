@@ -19,7 +19,7 @@ from shared import tiers
 from flashlab.build import compiler
 from flashlab.core.errors import CompileError, FlashlabError, NoDataError, ParameterError
 from flashlab.core.paths import DATA, ROOT
-from flashlab.core.problem import DTYPES, MASKS, Problem, suite
+from flashlab.core.problem import AS_IN_A_MODEL, DTYPES, MASKS, Cache, Problem, suite
 from flashlab.kernels import registry
 from flashlab.measure import tune, tuned
 from flashlab.measure.options import Options, Plan
@@ -231,13 +231,18 @@ def test_the_committed_table_is_what_the_records_say(slug: str | None) -> None:
     said = tuned.rows(slug)
     assert [row for row in found.rows if row.variants] == [row for row in said if row.variants]
     recorded = {
-        (row.run, row.name, row.problem): (row.cubin.parameters, round(samples.median_us, 3))
+        (row.run, row.name, row.problem): (
+            row.cubin.parameters,
+            {round(samples.median_us, 3) for samples in row.samples if samples.regime == "burst"},
+        )
         for row in store.measurements(slug)
-        if row.cubin is not None and (samples := row.samples_of("burst", "rotating") or row.samples_of()) is not None
+        if row.cubin is not None and row.samples
     }
     for row in found.rows:
         if not row.variants:
-            assert recorded[row.run, row.stage, row.problem] == (row.parameters, row.time_us)
+            parameters, times_us = recorded[row.run, row.stage, row.problem]
+            assert parameters == row.parameters
+            assert row.time_us in times_us
     written = tuned.table_text(found.arch, found.sm_count, found.rows)
     assert choice.path_of(slug).read_text(encoding="utf-8") == written
 
@@ -285,8 +290,9 @@ def test_the_committed_table_fits_the_stages_and_compiles(slug: str | None, whol
 
 
 _FEW_TILES = {Problem.parse("8x16x512x128", dtype=dtype) for dtype in DTYPES}
-SLOWER = {"nvidia-h200": _FEW_TILES, "nvidia-h100-80gb-hbm3": _FEW_TILES}
-"""Where torch's SDPA wins, by 1 to 3 %: 3.9 work tiles of 128 rows for each SM."""
+SLOWER = {"nvidia-h200": _FEW_TILES, "nvidia-h100-80gb-hbm3": {one for one in _FEW_TILES if one.dtype == "bfloat16"}}
+"""Where torch's SDPA wins, by 1 to 3 %: 3.9 work tiles of 128 rows for each SM.
+The newest run of an H100's float16 is no tuning."""
 
 
 @pytest.mark.parametrize("slug", GPUS)
@@ -344,8 +350,9 @@ def test_what_a_bench_measured_is_in_the_table_too(tmp_path: Path) -> None:
     assert {row.variants for row in measured} == {0}
 
 
-def test_times_on_rotating_keys_count_where_there_are_some(tmp_path: Path) -> None:
-    problem = Problem.parse("1x2x130x64")
+@pytest.mark.parametrize("cache", AS_IN_A_MODEL)
+def test_few_rows_count_as_a_model_has_them_where_there_are_such_times(tmp_path: Path, cache: Cache) -> None:
+    problem = Problem.parse("1x2x2x1x130x64")
     folder = tmp_path / "nvidia-h200" / "runs"
     folder.mkdir(parents=True)
     (tmp_path / "nvidia-h200" / "tuning").mkdir()
@@ -354,12 +361,30 @@ def test_times_on_rotating_keys_count_where_there_are_some(tmp_path: Path) -> No
         row = synthetic.measurement(name, problem)
         if name == "01_coalesced":
             hot = row.samples[0]
-            turned = hot.model_copy(update={"cache": "rotating", "time_us": tuple(2 * x for x in hot.time_us)})
-            row = row.model_copy(update={"samples": (*row.samples, turned)})
+            slower = hot.model_copy(update={"cache": "rotating", "time_us": tuple(3 * x for x in hot.time_us)})
+            turned = hot.model_copy(update={"cache": cache, "time_us": tuple(2 * x for x in hot.time_us)})
+            row = row.model_copy(update={"samples": (*row.samples, *[slower] * (cache == "step"), turned)})
         store.append(folder / f"{synthetic.RUN}.jsonl", row)
     made = [row for row in tuned.rows("nvidia-h200", tmp_path) if row.problem == problem]
     assert [row.stage for row in made] == ["01_coalesced"], "what has no such time is not compared with one"
     assert made[0].time_us == pytest.approx(turned.median_us, abs=1e-3)
+
+
+def test_many_rows_count_hot_whatever_a_few_stages_take_in_a_step(tmp_path: Path) -> None:
+    problem = Problem.parse("1x2x130x64")
+    folder = tmp_path / "nvidia-h200" / "runs"
+    folder.mkdir(parents=True)
+    (tmp_path / "nvidia-h200" / "tuning").mkdir()
+    store.append(tmp_path / "nvidia-h200" / "tuning" / f"{synthetic.RUN}.jsonl", record(STAGE.parameters(64), 10.0))
+    rows = [synthetic.measurement(name, problem) for name in ("01_coalesced", "08_swizzle")]
+    step = rows[0].samples[0].model_copy(update={"cache": "step"})
+    rows[0] = rows[0].model_copy(update={"samples": (*rows[0].samples, step)})
+    for row in rows:
+        store.append(folder / f"{synthetic.RUN}.jsonl", row)
+    assert {row.stage for row in tuned.rows("nvidia-h200", tmp_path) if row.problem == problem} == {
+        "01_coalesced",
+        "08_swizzle",
+    }
 
 
 def test_times_on_other_inputs_are_not_in_the_table(tmp_path: Path) -> None:

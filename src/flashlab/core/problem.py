@@ -36,6 +36,8 @@ Cache = Literal["hot", "cold", "rotating", "step"]
 """hot: calls back to back. cold: L2 overwritten before every call. rotating: back to back, each on other keys and
 values. step: as in a model's step, in a CUDA graph, each behind a kernel that writes q, whose own time is taken off; of
 a few query rows on other keys and values too."""
+AS_IN_A_MODEL: tuple[Cache, ...] = ("step", "rotating")
+"""The states in which a call of few query rows comes nearest to one in a model, the nearest first."""
 DTYPES: tuple[DType, ...] = get_args(DType)
 MASKS: tuple[Mask, ...] = get_args(Mask)
 FEATURES: tuple[Feature, ...] = get_args(Feature)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flashlab.core.errors import NoDataError
 from flashlab.core.paths import DATA
-from flashlab.core.problem import Cache, Problem
+from flashlab.core.problem import AS_IN_A_MODEL, Problem
 from flashlab.kernels import registry
 from flashlab.kernels.peers import FEW_ROWS
 from flashlab.kernels.registry import arch_for
@@ -25,8 +25,6 @@ from flashlab.run.choice import Choice
 
 BESIDE = "sdpa"
 """The library that a choice is held against: torch's SDPA, with its own choice of kernels."""
-AS_IN_A_MODEL: tuple[Cache, ...] = ("step", "rotating")
-"""The states in which a call of few query rows comes nearest to one in a model, the nearest first. Others count hot."""
 
 
 def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:

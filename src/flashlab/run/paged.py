@@ -115,7 +115,7 @@ def paged_attention(
         out: where to write, like `q`; a new contiguous array of the caller's library where None.
         return_lse: also return the log-sum-exp of the scores (natural log, float32, -inf where a query sees no key).
         stream: as `flashlab.attention` takes it.
-        stage: the id of one that reads a cache in pages: d14_early_pages where None, or one that it came of.
+        stage: the id of one that reads a cache in pages: d13_shares_of_time where None, or one that it came of.
         params: the stage's tunables, by name.
         check: wait, and refuse a page number that is none and a length that is beyond the page table. Without, keys of
             such pages count as zeros and such a length is cut; nothing outside the cache is ever read. In host memory

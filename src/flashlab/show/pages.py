@@ -39,8 +39,8 @@ from flashlab.build import compiler, sass
 from flashlab.core.errors import MissingPackageError, NoDataError, ReportError
 from flashlab.core.inputs import KINDS, NORMAL, TRAINED
 from flashlab.core.paths import DATA, NOTEBOOKS, ROOT, writable_dir
-from flashlab.core.problem import DTYPES, MASKS, Cache, Problem, Regime, suite
-from flashlab.kernels import registry
+from flashlab.core.problem import AS_IN_A_MODEL, DTYPES, MASKS, Cache, Problem, Regime, suite
+from flashlab.kernels import peers, registry
 from flashlab.kernels.registry import Stage
 from flashlab.query import contests, coverage, predictions, select
 from flashlab.query.frame import grouped
@@ -202,6 +202,7 @@ def generate(
             pool.submit(_apart, data, main, _off_ladder, out, stage, others) for stage in registry.OFF_LADDER.values()
         ]
         decode_page(out, select.off_ladder(shown.gpu, data, registry.DECODE, select.DECODING) if shown else {})
+        out.snippet("decode-steps.md", steps_table(everything, data))
         for name, page in PAGE_OF.items():
             _notebook_page(out, name, page, executed, shown, (failed or {}).get(name, ""))
         _notebook_list(out)
@@ -253,13 +254,12 @@ def _off_ladder(
     """By what the GPU shown has of the stage or, where it has nothing, the first of `others`, folders and names."""
     measured: Mapping[Problem, Sequence[Measurement]] = {}
     note = ""
-    if shown is None:
-        pass
-    elif stage.dead_end:
-        measured = _of_retired(shown) if stage.retired else _dead_ends(shown, data)
+    if shown is None or stage.retired:
+        measured = _of_retired(shown)
     else:
         for gpu, name in ((shown.gpu, shown.name), *others):
-            measured = select.off_ladder(gpu, data, {stage.id: stage}, select.of_stage(stage))
+            policy = select.OFF_LADDER if stage.dead_end else select.of_stage(stage)
+            measured = select.off_ladder(gpu, data, {stage.id: stage}, policy)
             if measured:
                 note = "" if gpu == shown.gpu else f"*Not on record for the {shown.name} yet: this is the {name}.*"
                 break
@@ -626,15 +626,20 @@ def _profiles(out: Output, found: Sequence[schema.StageProfile], page: str) -> s
 # --- What did not work, and what is for decoding ----------------------------------------------------------------------
 
 
+STEPS = Problem.parse("1x32x8x1x8192x128")
+"""What the table of steps is of, at one batch."""
+
+
 def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) -> None:
     """The best stage for decoding beside the fastest library, and beside FlashInfer, which is made for it.
 
-    On rotating keys and values, as a model's layers have them; where one row has no such time, on the same ones.
+    As a model has its calls, in `AS_IN_A_MODEL`; where no row has such a time, on the same keys and values.
     `measured` is as `select.off_ladder` gives it.
     """
     pairs: list[tuple[Cache, tuple[Measurement, ...]]] = []
     for rows in measured.values():
-        cache: Cache = "rotating" if any(row.samples_of("burst", "rotating") for row in rows) else "hot"
+        taken = (cache for cache in AS_IN_A_MODEL if any(row.samples_of("burst", cache) for row in rows))
+        cache: Cache = next(taken, "hot")
         rate = partial(select.rate, cache=cache)
         library = select.fastest_of((), rows, cache=cache)
         ours = [row for row in rows if row.name in registry.DECODE and library and row.run == library.run]
@@ -666,13 +671,46 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
         Column("same K, V: over it", lambda at: over("hot", *at[1][:2]) if at[0] != "hot" else None, times),
     )
     every = [row for _, pair in pairs for row in pair]
-    shown_in: Cache = "rotating" if any(cache == "rotating" for cache, _ in pairs) else "hot"
+    shown_in: Cache = next((cache for cache in AS_IN_A_MODEL if any(cache == of for of, _ in pairs)), "hot")
     said = (
         f"{table(columns, pairs, drop_empty=True)}\n\n<small>{select.provenance(every, cache=shown_in)}</small>"
         if pairs
         else NOTHING_YET
     )
     out.snippet("decode.md", said)
+
+
+def steps_table(everything: Sequence[Results], data: Path) -> str:
+    """Calls back to back on rotating K and V, and in a step, at `STEPS` and other batches: stages and libraries.
+
+    Of the first GPU, of `everything` on record, that has such steps; each batch's newest run with any.
+    """
+    for one in everything:
+        stepped = [
+            row
+            for row in store.measurements(one.gpu, data)
+            if dataclasses.replace(row.problem, batch=STEPS.batch) == STEPS and row.samples_of("burst", "step")
+        ]
+        if stepped:
+            break
+    else:
+        return NOTHING_YET
+    newest = {row.problem.batch: row.run for row in stepped}  # records are in the order of their runs
+    shown = {(row.name, row.problem.batch): row for row in stepped if row.run == newest[row.problem.batch]}
+
+    def median_us(batch: int, cache: Cache, name: str) -> float | None:
+        row = shown.get((name, batch))
+        samples = row.samples_of("burst", cache) if row else None
+        return samples.median_us if samples else None
+
+    columns = [Column("", lambda name: name, code, left=True)]
+    for batch in sorted(newest):
+        columns += [
+            Column(f"B{batch} back to back, µs", partial(median_us, batch, "rotating")),
+            Column(f"B{batch} in a step, µs", partial(median_us, batch, "step")),
+        ]
+    names = [name for name in (*registry.DECODE, *peers.PEERS) if any(name == known for known, _ in shown)]
+    return f"{table(columns, names)}\n\n<small>{select.provenance(list(shown.values()), cache='step')}</small>"
 
 
 def off_ladder_page(

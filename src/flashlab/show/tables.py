@@ -20,7 +20,7 @@ from typing import Any
 from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import KINDS, NORMAL, TRAINED
 from flashlab.core.paths import DATA
-from flashlab.core.problem import FIRST_SHAPE, Problem, Regime
+from flashlab.core.problem import AS_IN_A_MODEL, FIRST_SHAPE, Problem, Regime
 from flashlab.kernels import peers, registry
 from flashlab.query import contests, roofline, select
 from flashlab.query.frame import grouped, headline
@@ -357,11 +357,17 @@ def off_ladder(rows: Sequence[Measurement], shown: Iterable[str]) -> str:
 
     decodes = any(name.partition("[")[0] in registry.DECODE for name in names)
     tera = rows[0].problem.compulsory_bytes / 1e6
-    rotating = {row.name: taken.median_us for row in rows if (taken := row.samples_of("burst", "rotating"))}
+    modelled_us = {
+        (row.name, cache): taken.median_us
+        for row in rows
+        for cache in AS_IN_A_MODEL
+        if (taken := row.samples_of("burst", cache))
+    }
     columns = (
         Column("", lambda row: f"**{row['title']}**" if row["name"] in names else row["title"]),
         Column("median, µs", lambda row: row["median_us"] if row["tflops"] else _rate_or_why(row)),
-        Column("on rotating K and V, µs", lambda row: rotating.get(row["name"])),
+        Column("on rotating K and V, µs", lambda row: modelled_us.get((row["name"], "rotating"))),
+        Column("in a step, µs", lambda row: modelled_us.get((row["name"], "step"))),
         Column("TFLOP/s", "tflops"),
         Column("TB/s of Q, K, V and O", lambda row: tera / row["median_us"] if row["tflops"] and decodes else None),
         Column("× parent", over_parent, number),
