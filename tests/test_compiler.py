@@ -12,7 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from shared import a_variant_elsewhere, ends_of, one_type_a_head_dim, part_of, tiers
+from shared import REPORTED, a_variant_elsewhere, ends_of, one_type_a_head_dim, part_of, tiers
 
 from flashlab.build import compiler
 from flashlab.build.compiler import Cubin, Job, LaunchShape
@@ -109,6 +109,19 @@ def naive(source: Path | None = None, *, head_dim: int = 64, overrides: dict[str
     )
 
 
+few_and_all = pytest.mark.parametrize(
+    ("stage", "whole"),
+    [
+        *(pytest.param(CUDA_STAGES[one], False, id=f"{one}-part") for one in REPORTED),
+        *(
+            pytest.param(stage, True, id=f"{one}-whole", marks=pytest.mark.exhaustive)
+            for one, stage in CUDA_STAGES.items()
+        ),
+    ],
+)
+"""A part of the matrix of few stages, and the whole one of every stage."""
+
+
 # --- every stage ---
 
 
@@ -138,12 +151,11 @@ def test_every_variant_compiles_for_hopper_and_every_head_dim_for_every_architec
         assert shape.smem_bytes + cubin.resources.static_smem_bytes <= SMEM_KIB[job.arch] * 1024
 
 
-@tiers
-@pytest.mark.parametrize("stage", CUDA_STAGES.values(), ids=CUDA_STAGES)
+@few_and_all
 def test_rows_off_a_16_byte_boundary_have_code_too(stage: Stage, whole: bool) -> None:
     """On the newest architecture in one type a head dim; where that is not Hopper, under one mask.
 
-    In part, the smallest head dim on Hopper.
+    In part, of few stages, the smallest head dim on Hopper; test_emulated_stages.py has every stage's for a CPU.
     """
     if whole:
         work = one_type_a_head_dim(a_variant_elsewhere(compiler.jobs([stage], [stage.archs[-1]], aligned=(False,))))
@@ -155,13 +167,12 @@ def test_rows_off_a_16_byte_boundary_have_code_too(stage: Stage, whole: bool) ->
     ]
 
 
-@tiers
-@pytest.mark.parametrize("stage", CUDA_STAGES.values(), ids=CUDA_STAGES)
+@few_and_all
 def test_every_choice_of_a_tunable_compiles_for_some_head_dim(stage: Stage, whole: bool) -> None:
     """Each beside one of every other tunable; what does not go together is tried alone, beside the defaults.
 
     That is as many kernels as the longest list of choices has, not as all lists have. Not every pair is covered. In
-    part, one choice of each tunable that is not its default.
+    part, of few stages, one choice of each tunable that is not its default.
     """
     defaults = stage.parameters(stage.head_dims[0])
     lists = {name: param.choices for name, param in stage.params.items()}

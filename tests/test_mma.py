@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pytest
+from shared import in_turn, tiers
 
 from flashlab.build import compiler, sass
 from flashlab.build.compiler import Cubin
@@ -79,9 +80,15 @@ def longest_run(code: list[Instruction], name: str, without: str) -> int:
     return best
 
 
+def variants(stage: Stage, whole: bool) -> Iterable[tuple[int, DType, bool]]:
+    """Head dim, element type and whether causal: all, or in part each head dim, and each type under each mask."""
+    return itertools.product(stage.head_dims, stage.dtypes, MASKS) if whole else in_turn(stage)
+
+
+@tiers
 @every_stage
-def test_products_read_what_ldmatrix_loads_and_nothing_leaves_the_registers(stage: Stage) -> None:
-    for head_dim, dtype, causal in itertools.product(stage.head_dims, stage.dtypes, MASKS):
+def test_products_read_what_ldmatrix_loads_and_nothing_leaves_the_registers(stage: Stage, whole: bool) -> None:
+    for head_dim, dtype, causal in variants(stage, whole):
         built = cubin(stage, head_dim, causal=causal, dtype=dtype)
         body = loop(built)
         bodies = 1 if stage is REGISTERS else 2  # the last tile has none after it
@@ -97,18 +104,20 @@ def test_products_read_what_ldmatrix_loads_and_nothing_leaves_the_registers(stag
         assert built.resources.spill_store_bytes == built.resources.spill_load_bytes == built.resources.stack_bytes == 0
 
 
+@tiers
 @every_stage
-def test_as_many_blocks_fit_as_it_says(stage: Stage) -> None:
-    for head_dim, dtype, causal in itertools.product(stage.head_dims, stage.dtypes, MASKS):
+def test_as_many_blocks_fit_as_it_says(stage: Stage, whole: bool) -> None:
+    for head_dim, dtype, causal in variants(stage, whole):
         built = cubin(stage, head_dim, causal=causal, dtype=dtype)
         assert built.launch_shape is not None
         registers = -(-built.resources.registers // REGISTER_UNIT) * REGISTER_UNIT
         assert registers * built.launch_shape.threads * built.parameters["MIN_BLOCKS"] <= SM_REGISTERS
 
 
-def test_products_and_exponentials_alternate() -> None:
+@tiers
+def test_products_and_exponentials_alternate(whole: bool) -> None:
     """Left alone, ptxas puts a tile's Q·K behind everything else, where nothing overlaps with it, and says nothing."""
-    for dtype, causal in itertools.product(SWIZZLE.dtypes, MASKS):
+    for dtype, causal in itertools.product(SWIZZLE.dtypes, MASKS) if whole else ((SWIZZLE.dtypes[0], False),):
         parent, built = (cubin(stage, 64, causal=causal, dtype=dtype) for stage in (REGISTERS, SWIZZLE))
         assert longest_run(loop(parent), "HMMA", "MUFU") >= products(parent, 64)
         steps = built.parameters["TILE_KV"] // built.parameters["STEP_KEYS"]

@@ -127,7 +127,7 @@ def test_refused_and_twin_variants_cost_no_gpu_time() -> None:
 
 def test_losers_cost_little_and_every_variant_is_recorded(tmp_path: Path) -> None:
     timing = FakeTiming()
-    grid = {"WARPS": (2, 4, 8), "TILE_KV": (32, 60, 64, 128), "PADDING": (0, 8, 16)}
+    grid = {"WARPS": (2, 4, 8), "TILE_KV": (32, 60, 64), "PADDING": (0, 8)}
     done = tune_fake(tmp_path, timing, grid=grid)
     sizes = [len(variants) for variants, _ in timing.rounds]
     samples = [one for _, one in timing.rounds]
@@ -140,9 +140,9 @@ def test_losers_cost_little_and_every_variant_is_recorded(tmp_path: Path) -> Non
     first, damage = store.read(done.rounds[0], schema.Tuning)
     assert not damage
     assert len(first) == sizes[0] + done.refused
-    assert done.refused == 9
+    assert done.refused == 6
     assert {row.parameters["TILE_KV"] for row in first if row.status == "error"} == {60}
-    assert sizes[0] + done.refused + done.twins == 36
+    assert sizes[0] + done.refused + done.twins == 18
     best = min((tuple(sorted(v.items())) for v in timing.rounds[0][0]), key=lambda v: speed_of(dict(v)))
     (row,) = tuned.rows("nvidia-h200", tmp_path)
     assert (row.stage, row.problem) == (done.stage, *done.problems)
@@ -253,7 +253,7 @@ def test_the_committed_table_is_what_the_records_say(slug: str | None) -> None:
 def test_the_committed_table_fits_the_stages_and_compiles(slug: str | None, whole: bool) -> None:
     """All that it names, and for unaligned rows each stage, head dim and values in one type, under one mask.
 
-    In part, each stage and head dim with the first values for it.
+    In part, each stage with the first values for it.
     """
     found = None if slug is None else choice.table(slug)
     if found is None:
@@ -266,9 +266,9 @@ def test_the_committed_table_fits_the_stages_and_compiles(slug: str | None, whol
             continue  # Triton comes with the GPU extra alone
         problem = row.problem
         values = (stage.id, problem.head_dim, *sorted(row.parameters.items()))
-        if not whole and (stage.id, problem.head_dim) in seen:
+        if not whole and stage.id in seen:
             continue
-        seen.add((stage.id, problem.head_dim))
+        seen.add(stage.id)
         for aligned in (True,) if values in unaligned or not whole else (True, False):
             unaligned.add(values)
             job = compiler.Job(
