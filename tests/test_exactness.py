@@ -44,7 +44,7 @@ def _each(known: dict[tuple[str, DType], str]) -> Any:
 
 
 @_each({("13_overlap", "bfloat16"): "it subtracts no maximum, so that the only weight is rounded and need not be 1"})
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(128, marks=pytest.mark.exhaustive)])
 def test_one_key_gives_its_value(stage: str, dtype: DType, head_dim: int) -> None:
     for q_len, mask in ((1, "full"), (70, "full"), (70, "causal")):
         problem = Problem(

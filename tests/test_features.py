@@ -24,7 +24,7 @@ from flashlab.core.problem import NO_WINDOW, Problem, suite
 from flashlab.kernels import peers, registry
 from flashlab.query import frame, select
 from flashlab.record.schema import RecordedProblem
-from flashlab.run import arrays
+from flashlab.run import arrays, paged
 from flashlab.run.arguments import splits_for
 from flashlab.run.attention import emulate
 from flashlab.run.plan import plan, window_of
@@ -33,6 +33,8 @@ from flashlab.verify.verdict import Guarded
 
 STAGES = [stage for stage in registry.STAGES.values() if stage.features]
 DECODING = [stage.id for stage in registry.DECODE.values() if stage.features]
+BY_ITSELF = [name for name in DECODING if name == paged.STAGE or not registry.get(name).by_name_only]
+"""Those that a call may take without being asked for them."""
 WINDOWED = Problem.parse("1x4x2x130x203x64", mask="causal", window=(40, -1))
 
 
@@ -282,8 +284,13 @@ FEW_ROWS = st.builds(
 
 
 @needs_compiler
-@tiers
-@pytest.mark.parametrize("stage", DECODING)
+@pytest.mark.parametrize(
+    ("stage", "whole"),
+    [
+        *(pytest.param(stage, False, id=f"{stage}-part") for stage in BY_ITSELF),
+        *(pytest.param(stage, True, id=f"{stage}-whole", marks=pytest.mark.exhaustive) for stage in DECODING),
+    ],
+)
 def test_decoding_is_right_in_any_window(stage: str, whole: bool) -> None:
     """Masks and features make six kernels of a stage; in part, few problems, of some of them."""
 
@@ -297,8 +304,18 @@ def test_decoding_is_right_in_any_window(stage: str, whole: bool) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("stage", DECODING)
-@pytest.mark.parametrize("head_dim", [64, pytest.param(256, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("stage", "head_dim"),
+    [
+        pytest.param(
+            *(stage, head_dim),
+            id=f"{head_dim}-{stage}",
+            marks=() if head_dim == 64 and stage in BY_ITSELF else pytest.mark.exhaustive,
+        )
+        for stage in DECODING
+        for head_dim in (64, 256)
+    ],
+)
 def test_decoding_in_a_window_has_no_races(stage: str, head_dim: int) -> None:
     problem = Problem.parse(f"2x4x2x3x333x{head_dim}", mask="causal", window=(150, -1), softcap=20.0, dtype="bfloat16")
     verdict, ran = on_cpu.emulated_verdict(stage, problem, oracle.make_inputs(problem), races=True, timeout_s=600)

@@ -285,7 +285,7 @@ def test_scores_that_need_a_maximum_get_one(stage: Stage, head_dim: int, dtype: 
 
 
 @pytest.mark.usefixtures("cxx")
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("stage", RESTING, ids=lambda stage: stage.id)
 def test_the_output_is_the_same_whoever_takes_which_work(stage: Stage, dtype: DType) -> None:
     """Blocks take works as they come: no bit may depend on what a block worked on before."""

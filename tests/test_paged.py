@@ -34,6 +34,16 @@ GARBAGE = -7
 """In entries of the page table that no key needs."""
 
 
+def by_turns(*cases: tuple[Any, ...], exhaustive: Sequence[tuple[Any, ...]] = ()) -> list[Any]:
+    """Every case with every stage; `make test` has all `cases` of `STAGE` and, by turns, one of each other."""
+    found = []
+    for number, case in enumerate((*cases, *exhaustive)):
+        for turn, stage in enumerate(STAGES):
+            taken = case in cases and (stage == STAGE or turn % len(cases) == number)
+            found.append(pytest.param(*case, stage, marks=() if taken else pytest.mark.exhaustive))
+    return found
+
+
 class Cache:
     """Sequences in pages, in a random order, of a pool whose other places hold NaN."""
 
@@ -93,16 +103,11 @@ def _refuse_wrong(cache: Cache, q: Any, stage: str, causal: bool = True) -> None
 
 
 @needs_compiler
-@every_stage
 @pytest.mark.parametrize(
-    ("page_size", "q_len", "causal", "head_dim"),
-    [
-        (1, 1, True, 64),
-        (4, 3, True, 64),
-        (16, 2, False, 64),
-        (128, 5, True, 64),
-        pytest.param(4, 3, True, 256, marks=pytest.mark.exhaustive),
-    ],
+    ("page_size", "q_len", "causal", "head_dim", "stage"),
+    by_turns(
+        (1, 1, True, 64), (4, 3, True, 64), (16, 2, False, 64), (128, 5, True, 64), exhaustive=((4, 3, True, 256),)
+    ),
 )
 def test_any_page_table_and_lengths(page_size: int, q_len: int, causal: bool, head_dim: int, stage: str) -> None:
     cache = Cache((0, 37, 290, 1), page_size, head_dim=head_dim)
@@ -190,9 +195,8 @@ def test_a_workspace_serves_other_lengths_one_after_another(monkeypatch: pytest.
 
 
 @needs_compiler
-@every_stage
 @pytest.mark.parametrize(
-    ("page_size", "q_len", "left", "softcap"), [(1, 1, 20, 0.0), (4, 3, 15, 5.0), (128, 2, 40, 0.0)]
+    ("page_size", "q_len", "left", "softcap", "stage"), by_turns((1, 1, 20, 0.0), (4, 3, 15, 5.0), (128, 2, 40, 0.0))
 )
 def test_a_window_reads_no_page_before_it(page_size: int, q_len: int, left: int, softcap: float, stage: str) -> None:
     """Engines give such pages away: their numbers are none, and what they hold is somebody else's."""
@@ -452,10 +456,7 @@ def test_pages_are_of_a_power_of_two() -> None:
 
 
 @needs_compiler
-@every_stage
-@pytest.mark.parametrize(
-    ("page_size", "head_dims"), [(1, (64,)), pytest.param(8, (), marks=pytest.mark.exhaustive), (64, (128,))]
-)
+@pytest.mark.parametrize(("page_size", "head_dims", "stage"), by_turns((1, (64,)), (64, (128,)), exhaustive=((8, ()),)))
 def test_as_a_stage_it_is_right_and_without_races(page_size: int, head_dims: tuple[int, ...], stage: str) -> None:
     head_dims = head_dims or registry.get(stage).head_dims
     checked = on_cpu.check_on_cpu(
