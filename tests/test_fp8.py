@@ -120,10 +120,10 @@ def test_mistakes_are_found(wanted: str, mistake: str, tmp_path: Path) -> None:
     assert text.count(wanted) == 1
     copy = tmp_path / "wrong.cu"
     copy.write_text(text.replace(wanted, mistake), encoding="utf-8")
-    problem = Problem.parse("2x2x2x70x900x128", inputs="sink_first")
+    problem = Problem.parse("2x2x2x70x600x128", inputs="sink_first")
     values = oracle.make_inputs(problem, seed=3)
     values[1][1] *= np.float16(0.25)  # heads with scales of their own
-    verdict, _ = on_cpu.emulated_verdict(STAGE, problem, values, params={"FLUSH_TILES": 4}, source=copy)
+    verdict, _ = on_cpu.emulated_verdict(STAGE, problem, values, params={"FLUSH_TILES": 4, "TILE_KV": 64}, source=copy)
     assert not verdict.passed
 
 
