@@ -15,6 +15,7 @@ from pathlib import Path
 import fake_cell
 import nbformat
 import pytest
+from shared import tiers
 
 from flashlab.core.errors import NoGpuError, ParameterError
 from flashlab.core.paths import NOTEBOOKS
@@ -88,24 +89,28 @@ def nothing_lost_nothing_twice(cells: tuple[sweep.Cell, ...], folder: Path) -> N
     assert rows(folder) == dict.fromkeys(wanted, 1)
 
 
-def test_what_ends_a_notebook_costs_a_try_and_no_row(make: Make, tmp_path: Path) -> None:
-    """SIGKILL of the kernel and of papermill, a GPU that is lost for a while."""
-    cells = make("kernel", "papermill", "lost")
+@tiers
+def test_what_ends_a_notebook_costs_a_try_and_no_row(make: Make, tmp_path: Path, whole: bool) -> None:
+    """SIGKILL of papermill, in the whole of the kernel too; a GPU that is lost for a while."""
+    cells = make(*(("kernel",) if whole else ()), "papermill", "lost")
     ended = run(cells, tmp_path)
-    assert [(state.state, state.why) for state in ended.values()] == [("done", "on try 2")] * 3
+    assert [(state.state, state.why) for state in ended.values()] == [("done", "on try 2")] * len(cells)
     nothing_lost_nothing_twice(cells, tmp_path)
     assert store.verify(fake_cell.SLUG, tmp_path / "data") == ()
 
 
+@tiers
 def test_what_fails_twice_costs_its_own_cell_until_it_is_run_again(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
 ) -> None:
-    """An error, a disk that is full in the middle of a line, an illegal address, too little memory on the GPU."""
+    """An error, a disk that is full in the middle of a line, an illegal address; in the whole too little memory on the
+    GPU, which costs a row as well."""
     monkeypatch.setenv("FLASHLAB_USD_PER_GPU_HOUR", "60")
-    cells = make("error", "disk", "illegal", "memory", times=2)
+    of_rows = {"illegal": "crashed", "memory": "unsupported"} if whole else {"illegal": "crashed"}
+    cells = make("error", "disk", *of_rows, times=2)
     ended = run(cells, tmp_path)
     states = {harm: state.state for harm, state in ended.items()}
-    assert states == {"error": "failed", "disk": "failed", "illegal": "done", "memory": "done"}
+    assert states == {"error": "failed", "disk": "failed", **dict.fromkeys(of_rows, "done")}
     assert "ZeroDivisionError: made up" in ended["error"].why
     assert "No space left on device" in ended["disk"].why
     planned = sweep.planned(cells, tmp_path / "sweep", tmp_path / "data")
@@ -117,7 +122,7 @@ def test_what_fails_twice_costs_its_own_cell_until_it_is_run_again(
     # A row without a time has a record that says why.
     timeless = [one for one in store.measurements(fake_cell.SLUG, tmp_path / "data") if one.status != "ok"]
     said = {(one.status, one.reason) for one in timeless}
-    assert {status for status, _ in said} == {"crashed", "unsupported"}
+    assert {status for status, _ in said} == set(of_rows.values())
     assert {"ILLEGAL_ADDRESS" in reason or "CUDA out of memory" in reason for _, reason in said} == {True}
     assert set(rows(tmp_path).values()) == {1}
     assert len(rows(tmp_path)) == 4 * len(cells) - len(timeless)
