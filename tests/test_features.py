@@ -294,7 +294,7 @@ FEW_ROWS = st.builds(
 def test_decoding_is_right_in_any_window(stage: str, whole: bool) -> None:
     """Masks and features make six kernels of a stage; in part, few problems, of some of them."""
 
-    @settings(max_examples=25 if whole else 3, deadline=None)
+    @settings(max_examples=25 if whole else 2, deadline=None)
     @given(FEW_ROWS)
     def is_right(problem: Problem) -> None:
         verdict, _ = on_cpu.emulated_verdict(stage, problem, oracle.make_inputs(problem), threads=1)
