@@ -91,8 +91,8 @@ def nothing_lost_nothing_twice(cells: tuple[sweep.Cell, ...], folder: Path) -> N
 
 @tiers
 def test_what_ends_a_notebook_costs_a_try_and_no_row(make: Make, tmp_path: Path, whole: bool) -> None:
-    """SIGKILL of papermill, in the whole of the kernel too; a GPU that is lost for a while."""
-    cells = make(*(("kernel",) if whole else ()), "papermill", "lost")
+    """SIGKILL of the kernel, in the whole of papermill too; a GPU that is lost for a while."""
+    cells = make("kernel", *(("papermill",) if whole else ()), "lost")
     ended = run(cells, tmp_path)
     assert [(state.state, state.why) for state in ended.values()] == [("done", "on try 2")] * len(cells)
     nothing_lost_nothing_twice(cells, tmp_path)
