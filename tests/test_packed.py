@@ -137,8 +137,10 @@ def test_decoding_has_a_table_of_its_own(tmp_path: Path) -> None:
     assert (row["stage"], row["over"]["flashinfer"], row["keys"]) == ("d12_paged_ends", pytest.approx(1.1), 1000)
     (parent,) = packed.shown([*records, _record("d13_shares_of_time", 42.0, **of)])
     assert (parent["stage"], parent["us"]["d12_paged_ends"]) == ("d13_shares_of_time", 40.0)  # not the fastest
-    (taken,) = packed.shown([*records, *(_record(name, 43.0, **of) for name in ("d13_shares_of_time", paged.STAGE))])
+    (taken,) = packed.shown([*records, *(_record(name, 43.0, **of) for name in ("d6_paged_parts", paged.STAGE))])
     assert taken["stage"] == paged.STAGE
+    (alone,) = packed.shown([one.model_copy(update={"lengths": (1000,)}) for one in records])
+    assert alone["stage"] == paged.ALONE == "d1_paged_kv"
     assert row["gb_per_s"] == pytest.approx(2 * 2 * 1000 * 8 * 128 / 40e-6 / 1e9)
     assert records[1].tflops(40.0) == pytest.approx(2 * 2 * 1000 * 32 * 128 / 40e-6 / 1e12)  # what `verify` bounds
     path = tmp_path / "nvidia-h200" / "packed" / f"{records[0].run}.jsonl"

@@ -194,6 +194,11 @@ def test_a_workspace_serves_other_lengths_one_after_another(monkeypatch: pytest.
         assert not work.any()
 
 
+@pytest.mark.parametrize(("batch", "wanted"), [(1, paged.ALONE), (2, STAGE), (256, STAGE)])
+def test_one_sequence_has_nothing_to_share_out_and_a_stage_of_its_own(batch: int, wanted: str) -> None:
+    assert paged._stage(None, Problem.parse(f"{batch}x32x8x1x8192x128")).id == wanted
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("page_size", "q_len", "left", "softcap", "stage"), by_turns((1, 1, 20, 0.0), (4, 3, 15, 5.0), (128, 2, 40, 0.0))

@@ -355,7 +355,8 @@ def shown(records: Sequence[PackedRun]) -> list[dict[str, Any]]:
     for (kv_heads, head_dim, dtype, mask, distribution, _), same in grouped(records, case).items():
         newest = max(one.run for one in same)
         by_name = {one.name: one for one in same if one.run == newest}
-        ours = next((by_name[name] for name in (lineage if kv_heads else (STAGE,)) if name in by_name), None)
+        names = (paged.taken(len(same[0].lengths)), *lineage) if kv_heads else (STAGE,)
+        ours = next((by_name[name] for name in names if name in by_name), None)
         if ours is None:
             continue
         time_us = ours.samples.median_us

@@ -48,7 +48,8 @@ from flashlab.run.plan import (
 )
 
 STAGE = "d13_shares_of_time"
-"""What runs where no stage is named."""
+ALONE = "d1_paged_kv"
+"""What runs where no stage is named, and what for one sequence, which has nothing to share out: `taken`."""
 _VIEWS = ("Q", "K", "V", "page_table", "lengths", "O")
 """What a call is of, by the names of the fields that hold the addresses, in the order of `paged_attention`."""
 _FAULTS = 2
@@ -115,7 +116,8 @@ def paged_attention(
         out: where to write, like `q`; a new contiguous array of the caller's library where None.
         return_lse: also return the log-sum-exp of the scores (natural log, float32, -inf where a query sees no key).
         stream: as `flashlab.attention` takes it.
-        stage: the id of one that reads a cache in pages: d13_shares_of_time where None, or one that it came of.
+        stage: the id of one that reads a cache in pages: where None, d1_paged_kv for one sequence and
+            d13_shares_of_time for more.
         params: the stage's tunables, by name.
         check: wait, and refuse a page number that is none and a length that is beyond the page table. Without, keys of
             such pages count as zeros and such a length is cut; nothing outside the cache is ever read. In host memory
@@ -266,8 +268,13 @@ def _first(array: Any, off: Any) -> str:
     return f"{int(array.reshape(-1)[place])} of sequence {place * len(off) // len(flat)}"
 
 
+def taken(sequences: int) -> str:
+    """The stage that reads so many sequences in pages, where none is named."""
+    return ALONE if sequences == 1 else STAGE
+
+
 def _stage(name: str | None, problem: Problem) -> Stage:
-    stage = registry.get(STAGE if name is None else name)
+    stage = registry.get(taken(problem.batch) if name is None else name)
     if stage.runner != __name__:
         able = [one.id for one in registry.DECODE.values() if one.runner == __name__]
         raise UnknownStageError(f"stage: wanted one that reads a cache in pages, {' or '.join(able)}, got {name!r}")
