@@ -113,7 +113,7 @@ def results(
             f"wanted times with --regime {state[0]} --cache {state[1]}, found none in these rows. "
             f"Recorded: {works or 'none'}"
         )
-    title = f"{name}, newest run {max(row.run for row in rows)}, {state[0]}, {state[1]} L2"
+    title = f"{name}, newest run {max(row.run for row in rows)}, {select.STATES.get(state, ', '.join(state))}"
     # Samples of a state may be of another run of the session than the row.
     flat = [headline(row, *state) | {"run": select.origin(row, *state)[0]} for row in rows]
     answer(flat, RUN_COLUMNS, as_json=as_json, title=title)
