@@ -645,7 +645,7 @@ def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
     """
     timed = _timed(rows)
     states = {name: state for state, name in select.STATES.items() if state != ("burst", "hot")}
-    looks = dict(zip(states, (("s", STAGE), ("^", ACCENT), ("D", PEER)), strict=True))
+    looks = dict(zip(states, (("s", STAGE), ("^", ACCENT), ("v", LOSS), ("D", PEER)), strict=True))
     shares = {
         (row.name, series): 100 * rate / (select.rate(row) or rate)
         for row in timed
