@@ -173,8 +173,15 @@ def test_a_launch_in_clusters_asks_the_driver_for_them(monkeypatch: pytest.Monke
     for cluster in (0, 8, 16):
         how: dict[str, Any] = {"grid": (32, 8, 2), "block": (128, 1, 1), "smem_bytes": 5, "params": (), "stream": 7}
         gpu.Launch(function, **how, cluster=cluster)()
-    gpu.Launch(function, **how, cluster=8, early=True)()
-    (plain, _), (portable, _), (name, (config, *_)), (_, (early, *_)) = asked
+    capturing = False
+    monkeypatch.setattr(gpu, "is_capturing", lambda stream: stream == how["stream"] and capturing)
+    launch_early = gpu.Launch(function, **how, cluster=8, early=True)
+    launch_early()
+    capturing = True  # others stand before and after it in a graph
+    launch_early()
+    gpu.Launch(function, **how, early=True)()
+    (plain, _), (portable, _), (name, (config, *_)), (_, (early, *_)), (_, (captured, *_)), (alone, _) = asked
+    assert ([one.numAttrs for one in (config, early, captured)], alone) == ([1, 2, 1], "cuLaunchKernel")
     assert (plain, portable, name) == ("cuLaunchKernel", "cuLaunchKernelEx", "cuLaunchKernelEx")
     assert allowed == ["cuFuncSetAttribute"]  # of the clusters that not every GPU takes
     size = config.attrs[0].value.clusterDim

@@ -84,8 +84,13 @@ def test_the_header_has_the_same_limit_and_the_kernel_a_sound_launch_shape() -> 
     assert "of a persistent kernel that splits keys" in (launch_shape_fault(stage, odd) or "")
 
 
+_CAPTURED = 100
+"""From here on streams that are being captured into a graph."""
+
+
 def test_a_streams_memory_grows_and_its_counters_alone_are_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[int, int]] = []
+    of_graphs: list[int] = []
 
     def on_device(like: Any, count: int, stream: int, zeros: int | None = None) -> tuple[Any, int]:
         made.append((count, zeros or 0))
@@ -93,13 +98,17 @@ def test_a_streams_memory_grows_and_its_counters_alone_are_zeroed(monkeypatch: p
 
     monkeypatch.setattr(recipes, "_works", Kept(8))
     monkeypatch.setattr(recipes.arrays, "counters_on_device", on_device)
-    monkeypatch.setattr(gpu, "stream_id", lambda stream: stream or None)
+    monkeypatch.setattr(gpu, "stream_id", lambda stream: stream if stream < _CAPTURED else None)
+    monkeypatch.setattr(gpu, "graph_id", lambda stream: (3, stream))
+    monkeypatch.setattr(gpu, "zeroed_of_graph", lambda device, size, stream: of_graphs.append(size) or -len(of_graphs))
     small, large = workspace(SHAPE, (4, 1, 1)), workspace(SHAPE, (264, 1, 1))
-    asked = ((7, (2, 2)), (7, large), (7, small), (7, (2, 2)), (8, small), (7, large), (0, small), (0, small))
-    #                                                                     a graph captures stream 0
+    asked = [(7, (2, 2)), (7, large), (7, small), (7, (2, 2)), (8, small), (7, large)]
     got = [recipes.streams_work(None, 0, stream, words) for stream, words in asked]
-    assert got == [1, 2, 2, 1, 3, 2, 4, 5]  # what is all 0 is never what anything is left in
-    assert made == [(2, 2), large, small, small, small]
+    assert got == [1, 2, 2, 1, 3, 2]  # what is all 0 is never what anything is left in
+    captured = [(_CAPTURED, small), (_CAPTURED, small), (_CAPTURED, (2, 2)), (_CAPTURED + 1, small), (_CAPTURED, large)]
+    assert [recipes.streams_work(None, 0, stream, words) for stream, words in captured] == [-1, -1, -2, -3, -4]
+    assert made == [(2, 2), large, small]
+    assert of_graphs == [4 * small[0], 8, 4 * small[0], 4 * large[0]]
 
 
 # --- on the CPU -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -121,6 +122,35 @@ def test_streams_at_once_and_a_graph_beside_them(torch: Any, stage: Stage) -> No
         torch.cuda.synchronize()
         for index, out in enumerate((*captured, *outs)):
             assert torch.equal(out, wanted[index % len(calls)])
+
+
+@pytest.mark.parametrize("stage", [None, "16_ones_column", "d11_short_ends"])
+def test_calls_in_a_graph_are_its_only_nodes_and_their_memory_goes_with_it(torch: Any, stage: str | None) -> None:
+    calls = [_qkv(torch, SHAPES[1]), _qkv(torch, SHAPES[1])]
+    wanted = [flashlab.attention(*call, stage=stage) for call in calls]
+    kept = len(gpu._of_graphs)
+
+    def captured() -> tuple[Any, list[Any]]:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
+            outs = [flashlab.attention(*call, stage=stage) for call in calls]
+        return graph, outs
+
+    graph, outs = captured()
+    assert len(gpu.call("cuGraphGetNodes", graph.raw_cuda_graph(), 16)[0]) == len(calls)
+    added = len(gpu._of_graphs) - kept
+    assert added == (stage is not None)
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        for out, right in zip(outs, wanted, strict=True):
+            assert torch.equal(out, right)
+            out.zero_()
+    for _ in range(20):  # the driver tells of a graph that is gone when it comes to it
+        graph.reset()
+        time.sleep(0.05)
+        graph, outs = captured()
+    assert len(gpu._of_graphs) - kept < 20 * added or not added
 
 
 @every_stage

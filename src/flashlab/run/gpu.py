@@ -275,22 +275,33 @@ def _is_capturing() -> Any:
 
 _DEFAULT_STREAM = -1
 """No stream's number."""
+_SEMAPHORE_BYTES = 32
+"""Of a sem_t on 64-bit Linux."""
+
+
+def is_capturing(stream: int) -> bool:
+    """Whether what is enqueued on a stream of the current context goes into a graph; the default stream, 0, cannot."""
+    capturing = ctypes.c_int()
+    status = _is_capturing()(stream, ctypes.byref(capturing)) if stream else 0
+    if status:
+        raise LaunchError(f"asking whether a stream is captured: {describe(_bindings().CUresult(status))}")
+    return bool(capturing.value)
 
 
 def stream_id(stream: int) -> int | None:
     """What tells a stream of the current context from every other of the process, earlier ones of its handle included.
 
-    None while it is being captured into a graph, which the default stream, 0, cannot be.
+    None while it is being captured into a graph.
     """
     if not stream:
         return _DEFAULT_STREAM
-    driver, capturing, number = _bindings(), ctypes.c_int(), 0
-    status = _is_capturing()(stream, ctypes.byref(capturing))
-    if not status and not capturing.value:
-        status, number = driver.cuStreamGetId(driver.CUstream(stream))
+    if is_capturing(stream):
+        return None
+    driver = _bindings()
+    status, number = driver.cuStreamGetId(driver.CUstream(stream))
     if status:
-        raise LaunchError(f"identifying a stream: {describe(driver.CUresult(status))}")
-    return None if capturing.value else int(number)
+        raise LaunchError(f"identifying a stream: {describe(status)}")
+    return int(number)
 
 
 def synchronize(device: int) -> None:
@@ -401,6 +412,44 @@ class Zeroed:
             call("cuMemFree", self.pointer)
 
 
+_of_graphs: list[tuple[Any, Zeroed]] = []
+"""Memory that graphs own, each with the semaphore that says whether its graph is gone."""
+
+
+def graph_id(stream: int) -> tuple[int, int]:
+    """What tells the calls on a stream that is being captured into a graph, one after the other, from all others."""
+    return int(call("cuStreamGetCaptureInfo", _bindings().CUstream(stream))[1]), stream
+
+
+def zeroed_of_graph(device: int, size_bytes: int, stream: int) -> int:
+    """The address of memory that is 0 at first and lives as long as the graph being captured on `stream`.
+
+    It is no node of the graph, which owns a user object, whose destructor posts a semaphore: that runs in the
+    driver's thread, where neither Python nor CUDA may be called. Memory whose semaphore was posted is freed here.
+    """
+    driver, libc, gone = _bindings(), ctypes.CDLL(None), ctypes.create_string_buffer(_SEMAPHORE_BYTES)
+    libc.sem_init(gone, 0, 0)
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED  # allocating is no part of the capture
+    before = call("cuThreadExchangeStreamCaptureMode", relaxed)
+    try:
+        _of_graphs[:] = [(sem, memory) for sem, memory in _of_graphs if libc.sem_trywait(sem)]
+        with context(device):
+            other = call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            memory = Zeroed(device, size_bytes, int(other))
+            call("cuStreamSynchronize", other)
+            call("cuStreamDestroy", other)
+            graph = call("cuStreamGetCaptureInfo", driver.CUstream(stream))[2]
+            post = driver.CUhostFn(ctypes.cast(libc.sem_post, ctypes.c_void_p).value)
+            no_sync = driver.CUuserObject_flags.CU_USER_OBJECT_NO_DESTRUCTOR_SYNC.value
+            owner = call("cuUserObjectCreate", ctypes.addressof(gone), post, 1, no_sync)
+            give = driver.CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE.value
+            call("cuGraphRetainUserObject", graph, owner, 1, give)
+    finally:
+        call("cuThreadExchangeStreamCaptureMode", before)
+    _of_graphs.append((gone, memory))
+    return memory.pointer
+
+
 def blocks_per_sm(function: Function, threads: int, smem_bytes: int) -> int:
     """Blocks resident on an SM, from the driver's occupancy calculation."""
     with context(function.device):
@@ -429,10 +478,11 @@ class Launch:
     cuda.core's `launch` takes scalars and pointers but no struct by value (NVIDIA/cuda-python issue 2343), and the
     kernels take structs, so this calls `cuLaunchKernel` of cuda.bindings with the address of the array of argument
     addresses. `params` are the kernel's parameters in order, ctypes values. `cluster`: blocks a cluster, along x, where
-    the kernel leaves it to the launch; 0: as the kernel says. `early`: it may begin while the kernel before it ends.
+    the kernel leaves it to the launch; 0: as the kernel says. `early`: it may begin while the kernel before it ends;
+    not in a graph, where others stand before and after it, and such an edge takes longer than a plain one.
     """
 
-    __slots__ = ("_args", "_call", "_how", "_keep", "_ok", "device", "function", "params")
+    __slots__ = ("_early", "_how", "_keep", "_ok", "_plain", "_stream", "device", "function", "params")
 
     def __init__(
         self,
@@ -455,32 +505,37 @@ class Launch:
         self._how |= {"cluster": cluster, "early": early}
         self._keep = pointers
         self._ok = driver.CUresult.CUDA_SUCCESS
-        address = ctypes.addressof(pointers)
-        self._call = driver.cuLaunchKernel
-        self._args: tuple[Any, ...] = (
-            *(function.handle, *grid, *block, smem_bytes),
-            *(driver.CUstream(stream), address, 0),
-        )
+        self._stream = stream
+        attributes = []
         if cluster > PORTABLE_CLUSTER:
             with context(function.device):
                 _allow_any_cluster(function)
-        attributes = []
         if cluster:
             attributes.append(driver.CUlaunchAttribute())
             attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             size = attributes[-1].value.clusterDim
             size.x, size.y, size.z = cluster, 1, 1
+        self._plain = self._form(attributes)
+        self._early: tuple[Any, tuple[Any, ...]] | None = None
         if early:
             attributes.append(driver.CUlaunchAttribute())
             attributes[-1].id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attributes[-1].value.programmaticStreamSerializationAllowed = 1
-        if attributes:
-            config = driver.CUlaunchConfig()
-            config.gridDimX, config.gridDimY, config.gridDimZ = grid
-            config.blockDimX, config.blockDimY, config.blockDimZ = block
-            config.sharedMemBytes, config.hStream = smem_bytes, driver.CUstream(stream)
-            config.attrs, config.numAttrs = attributes, len(attributes)
-            self._call, self._args = driver.cuLaunchKernelEx, (config, function.handle, address, 0)
+            self._early = self._form(attributes)
+
+    def _form(self, attributes: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+        """The driver's function that launches with these, and its arguments."""
+        driver, address = _bindings(), ctypes.addressof(self._keep)
+        stream, grid, block = driver.CUstream(self._stream), self._how["grid"], self._how["block"]
+        if not attributes:
+            smem_bytes = self._how["smem_bytes"]
+            return driver.cuLaunchKernel, (self.function.handle, *grid, *block, smem_bytes, stream, address, 0)
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block
+        config.sharedMemBytes, config.hStream = self._how["smem_bytes"], stream
+        config.attrs, config.numAttrs = attributes, len(attributes)
+        return driver.cuLaunchKernelEx, (config, self.function.handle, address, 0)
 
     def on(self, stream: int) -> Launch:
         """The same launch, of the same arguments in memory, on another stream."""
@@ -492,6 +547,8 @@ class Launch:
         Raises:
             LaunchError: the driver refuses.
         """
-        (status,) = self._call(*self._args)
+        form = self._plain if self._early is None or is_capturing(self._stream) else self._early
+        launch, arguments = form
+        (status,) = launch(*arguments)
         if status != self._ok:
-            raise LaunchError(f"launching {self.function.cubin.name} ({self._call.__name__}): {describe(status)}")
+            raise LaunchError(f"launching {self.function.cubin.name} ({launch.__name__}): {describe(status)}")

@@ -246,8 +246,8 @@ def launch_of(
 by_layout: Kept[Recipe] = Kept(_MAX_RECIPES)
 """By the layout of arrays and what was asked for: as `layout` has it, and as `kept` does of torch tensors."""
 _works: Kept[tuple[Any, int, int]] = Kept(_MAX_STREAMS)
-"""What persistent kernels count in, its address and its words, by device and stream: a launch leaves the counters at 0
-for the next one on its stream, whichever kernel's that is."""
+"""What persistent kernels count in, but for a graph's, its address and its words, by device and stream or graph: a launch
+leaves the counters at 0 for the next one on its stream, whichever kernel's that is."""
 
 
 def layout(array: DeviceArray | None) -> tuple[Any, ...] | None:
@@ -306,20 +306,23 @@ def work_memory(like: Any, device: int, stream: int, words: tuple[int, int]) -> 
 
 
 def streams_work(like: Any, device: int, stream: int, words: tuple[int, int]) -> int:
-    """The address of memory that launches on a stream share, or of new memory where a graph captures it; 0 where they
+    """The address of memory that launches on a stream share, or those in a graph that it is captured into; 0 where they
     count nothing, and `words` are none.
 
-    A graph may be launched on any stream, beside what runs on the one that it was captured on. Where a launch needs
-    more than the stream has, it gets new memory, and the old is given up behind the launches that use it.
+    A graph may be launched on any stream, beside what runs on the one that it was captured on, so that it has memory of
+    its own. Where a launch needs more than there is, it gets new memory, and a stream's old is given up behind the
+    launches that use it.
     """
     if not words[0]:
         return 0
     stream_id = gpu.stream_id(stream)
-    if stream_id is None:
-        return work_memory(like, device, stream, words)[1]
-    key = (device, stream_id, words[0] == words[1])  # a kernel may want all of it 0, and leaves it so
+    graph = gpu.graph_id(stream) if stream_id is None else None
+    key = (device, graph or stream_id, words[0] == words[1])  # a kernel may want all of it 0, and leaves it so
     kept = _works.get(key)
     if kept is None or kept[2] < words[0]:
-        kept = (*work_memory(like, device, stream, words), words[0])
+        if graph:
+            kept = (None, gpu.zeroed_of_graph(device, words[0] * WORD_BYTES, stream), words[0])
+        else:
+            kept = (*work_memory(like, device, stream, words), words[0])
         _works.put(key, kept)
     return kept[1]
