@@ -124,8 +124,8 @@ def test_streams_at_once_and_a_graph_beside_them(torch: Any, stage: Stage) -> No
             assert torch.equal(out, wanted[index % len(calls)])
 
 
-@pytest.mark.parametrize("stage", [None, "16_ones_column", "d11_short_ends"])
-def test_calls_in_a_graph_are_its_only_nodes_and_their_memory_goes_with_it(torch: Any, stage: str | None) -> None:
+@pytest.mark.parametrize("stage", ["16_ones_column", "d11_short_ends"])
+def test_calls_in_a_graph_are_its_only_nodes_and_their_memory_goes_with_it(torch: Any, stage: str) -> None:
     calls = [_qkv(torch, SHAPES[1]), _qkv(torch, SHAPES[1])]
     wanted = [flashlab.attention(*call, stage=stage) for call in calls]
     kept = len(gpu._of_graphs)
@@ -138,8 +138,7 @@ def test_calls_in_a_graph_are_its_only_nodes_and_their_memory_goes_with_it(torch
 
     graph, outs = captured()
     assert gpu.call("cuGraphGetNodes", graph.raw_cuda_graph(), 16)[1] == len(calls)
-    added = len(gpu._of_graphs) - kept
-    assert added == (stage is not None)
+    assert len(gpu._of_graphs) == kept + 1
     for _ in range(3):
         graph.replay()
         torch.cuda.synchronize()
@@ -150,7 +149,7 @@ def test_calls_in_a_graph_are_its_only_nodes_and_their_memory_goes_with_it(torch
         graph.reset()
         time.sleep(0.05)
         graph, outs = captured()
-    assert len(gpu._of_graphs) - kept < 20 * added or not added
+    assert len(gpu._of_graphs) < kept + 20
 
 
 @every_stage
