@@ -2,7 +2,8 @@
 // Question: behind another kernel, as in a model, a block has nothing to overlap its start with: it works out its share after the lengths
 //           have come, and where its first page stands after that. How much of what pages cost is instructions?
 // Change: where all tiles have as many steps and there are blocks enough for each, a block finds its tile by short divisions of its own
-//         number, without sums over sequences; and a step's place in its tile is kept, not divided out of its place in the sequence.
+//         number, without sums over sequences, and where there are not, shares are equal; a step's place in its tile is kept, not divided
+//         out of its place in the sequence; and a ring has two stages.
 // Layout: as the parent's. K and V are pools of pages, in any order (paged.cuh).
 // Requires: as the parent. Pages of a power of two keys, at most 65,536 K/V heads.
 #include "attention.cuh"
@@ -213,14 +214,11 @@ attention_d15_short_starts(const __grid_constant__ AttentionParams p, const __gr
     return head_of(tensor, tile.batch, head_of_row(tile, row)) + q_row_of(tile, row) * tensor.row_stride;
   };
 
-  // Where all tiles have as many steps, and at most a sixteenth of the blocks would get none, a share is `block_tiles` tiles, or a tile
-  // is `tile_blocks` shares. The parent's launcher knows whether they have.
+  // Where all tiles have as many steps and `tile_blocks` blocks each leave at most a sixteenth of the blocks without, a tile is as many
+  // shares.
   const int num_tiles = seq_tiles * p.batch, num_blocks = gridDim.x;
-  const bool few_tiles = num_tiles <= num_blocks;
-  const int block_tiles = few_tiles ? 1 : (num_tiles + num_blocks - 1) / num_blocks;
-  const int tile_blocks = few_tiles ? short_quotient(num_blocks, num_tiles) : 1;
-  const bool keep_whole =
-      WHOLE_TILES && num_tiles % block_tiles == 0 && num_tiles / block_tiles * tile_blocks * 16 >= num_blocks * 15;
+  const int tile_blocks = num_tiles <= num_blocks ? short_quotient(num_blocks, num_tiles) : 0;
+  const bool keep_whole = WHOLE_TILES && num_tiles * tile_blocks * 16 >= num_blocks * 15;
 
   ptx::griddepcontrol_wait();   // all inputs may come from the kernel before this one, and it may still use O and the workspace
 
@@ -254,7 +252,7 @@ attention_d15_short_starts(const __grid_constant__ AttentionParams p, const __gr
   // The block's first tile and which of its steps is the first; all its steps; and the block that has the first of that tile.
   SeqTile first_tile;
   int first_step, block_steps, begun_by;
-  if (WHOLE_TILES && few_tiles && __all_sync(FULL_WARP, same)) {   // steps without keys fill up the last share of a tile
+  if (WHOLE_TILES && __all_sync(FULL_WARP, same)) {   // steps without keys fill up the last share of a tile
     const int blocks = min(tile_blocks, max(1, steps_of_first / WARPS));
     block_steps = (steps_of_first + blocks - 1) / blocks;
     whole_steps = block_steps * blocks;
@@ -264,25 +262,16 @@ attention_d15_short_starts(const __grid_constant__ AttentionParams p, const __gr
     begun_by = id * blocks;
     first_step = (blockIdx.x - begun_by) * block_steps;
   } else {
-    // A tile's end takes the time of `end_steps` steps, in which nothing is read: shares are of steps and ends together.
-    unsigned long long share = 0, through = lane_steps;   // from the first sequence to the lane's last
-    int end_steps = END_STEPS;
-    if (WHOLE_TILES && __all_sync(FULL_WARP, same)) {
-      share = static_cast<unsigned long long>(steps_of_first) * block_tiles;
-      whole_steps = steps_of_first;
-      end_steps = 0;
-      lane_steps = static_cast<unsigned long long>(lane_last - lane_first) * whole_steps;
-      through = static_cast<unsigned long long>(lane_last) * whole_steps;
-    } else {
+    unsigned long long through = lane_steps;   // from the first sequence to the lane's last
 #pragma unroll
-      for (int distance = 1; distance < WARP; distance *= 2) {
-        const unsigned long long before = __shfl_up_sync(FULL_WARP, through, distance);
-        if (lane >= distance) through += before;
-      }
+    for (int distance = 1; distance < WARP; distance *= 2) {
+      const unsigned long long before = __shfl_up_sync(FULL_WARP, through, distance);
+      if (lane >= distance) through += before;
     }
-    const unsigned long long with_ends = (through + static_cast<unsigned long long>(end_steps) * lane_last) * seq_tiles;
+    // A tile's end takes the time of END_STEPS steps, in which nothing is read: shares are of steps and ends together.
+    const unsigned long long with_ends = (through + static_cast<unsigned long long>(END_STEPS) * lane_last) * seq_tiles;
     const unsigned long long whole_time = __shfl_sync(FULL_WARP, with_ends, WARP - 1);
-    if (share == 0) share = max((whole_time + num_blocks - 1) / num_blocks, static_cast<unsigned long long>(WARPS));
+    const unsigned long long share = max((whole_time + num_blocks - 1) / num_blocks, static_cast<unsigned long long>(WARPS));
     // Where a share begins: its sequence, and which of the sequence's steps is its first, or as many as there are, where that is the
     // next sequence's. Steps are counted without ends from here on; those of a sequence are fewer than 2^32.
     struct Begin {
@@ -297,14 +286,14 @@ attention_d15_short_starts(const __grid_constant__ AttentionParams p, const __gr
       const int owner = owners ? __ffs(owners) - 1 : WARP - 1;
       const unsigned long long steps_before = __shfl_sync(FULL_WARP, through - lane_steps, owner) * seq_tiles;
       Begin begin = {__shfl_sync(FULL_WARP, lane_first, owner), __shfl_sync(FULL_WARP, lane_keys, owner), 0, steps_before, 0};
-      const unsigned seq_ends = seq_tiles * end_steps;
+      const unsigned seq_ends = seq_tiles * END_STEPS;
       unsigned long long rest = place - steps_before - static_cast<unsigned long long>(seq_ends) * begin.batch;
       for (; rest >= seq_steps_of(begin.keys) + seq_ends && begin.batch + 1 < p.batch; begin.keys = keys_of(++begin.batch)) {
         rest -= seq_steps_of(begin.keys) + seq_ends;
         begin.step += seq_steps_of(begin.keys);
       }
-      const unsigned in_seq = rest, tile_steps = steps_of(begin.keys), tile = in_seq / (tile_steps + end_steps);
-      const unsigned in_tile = in_seq - tile * (tile_steps + end_steps);
+      const unsigned in_seq = rest, tile_steps = steps_of(begin.keys), tile = in_seq / (tile_steps + END_STEPS);
+      const unsigned in_tile = in_seq - tile * (tile_steps + END_STEPS);
       begin.seq_step = tile * tile_steps + min(in_tile, tile_steps);
       begin.step += begin.seq_step;
       begin.tile_place = place - in_tile;
