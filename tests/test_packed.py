@@ -17,10 +17,11 @@ import flashlab
 from flashlab.core.errors import LaunchError, NoGpuError, ParameterError
 from flashlab.core.problem import Problem
 from flashlab.experiments import packed
+from flashlab.kernels import registry
 from flashlab.measure import cells
 from flashlab.record import store
 from flashlab.record.schema import PackedRun
-from flashlab.run import gpu, paged
+from flashlab.run import gpu
 from flashlab.show import pages
 
 
@@ -126,21 +127,21 @@ def test_lengths_in_decoding_are_those_of_the_batch() -> None:
         packed.lengths("long", 4)
 
 
-def test_decoding_has_a_table_of_its_own(tmp_path: Path) -> None:
+def test_decoding_has_a_table_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     of = {"heads": 32, "kv_heads": 8, "head_dim": 128, "mask": "full", "lengths": (16, 984)}
     records = [
         _record("d1_paged_kv", 50.0, **of),
         _record("d12_paged_ends", 40.0, **of),
         _record("flashinfer", 44.0, **of),
     ]
+    monkeypatch.setattr(packed.paged, "taken", lambda *_: registry.get("d1_paged_kv"))
+    (taken,) = packed.shown(records)
+    assert taken["stage"] == "d1_paged_kv"
+    monkeypatch.setattr(packed.paged, "taken", lambda *_: registry.get("d13_shares_of_time"))
     (row,) = packed.shown([*records, _record("fa3", 60.0)])
     assert (row["stage"], row["over"]["flashinfer"], row["keys"]) == ("d12_paged_ends", pytest.approx(1.1), 1000)
     (parent,) = packed.shown([*records, _record("d13_shares_of_time", 42.0, **of)])
     assert (parent["stage"], parent["us"]["d12_paged_ends"]) == ("d13_shares_of_time", 40.0)  # not the fastest
-    (taken,) = packed.shown([*records, *(_record(name, 43.0, **of) for name in ("d6_paged_parts", paged.STAGE))])
-    assert taken["stage"] == paged.STAGE
-    (alone,) = packed.shown([one.model_copy(update={"lengths": (1000,)}) for one in records])
-    assert alone["stage"] == paged.ALONE == "d1_paged_kv"
     assert row["gb_per_s"] == pytest.approx(2 * 2 * 1000 * 8 * 128 / 40e-6 / 1e9)
     assert records[1].tflops(40.0) == pytest.approx(2 * 2 * 1000 * 32 * 128 / 40e-6 / 1e12)  # what `verify` bounds
     path = tmp_path / "nvidia-h200" / "packed" / f"{records[0].run}.jsonl"
@@ -150,7 +151,7 @@ def test_decoding_has_a_table_of_its_own(tmp_path: Path) -> None:
     out = pages.Output(root=tmp_path / "generated")
     packed.page(out, SimpleNamespace(gpu="nvidia-h200"), tmp_path)
     text = (out.root / "snippets" / "ragged.md").read_text(encoding="utf-8")
-    assert "| 2 | `short` | 1,000 | 50.0 | – | 40.0 | – | – | 44.0 | d12 |" in text
+    assert "| 2 | `short` | 1,000 | 50.0 | – | 40.0 | – | – | – | 44.0 | d12 |" in text
     assert "NVIDIA H200 · bfloat16" in text
     assert "flashlab packed" in (out.root / "snippets" / "packed.md").read_text(encoding="utf-8")  # nothing of it there
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -18,7 +19,7 @@ from flashlab.build import compiler
 from flashlab.core import errors
 from flashlab.core.problem import DTYPES, MASKS, DType, Mask, Problem
 from flashlab.kernels import registry
-from flashlab.run import arguments, emulator, paged
+from flashlab.run import arguments, choice, emulator, paged
 from flashlab.run.arrays import TorchCopies
 from flashlab.run.paged import STAGE, job_of
 from flashlab.verify import on_cpu, oracle
@@ -194,9 +195,22 @@ def test_a_workspace_serves_other_lengths_one_after_another(monkeypatch: pytest.
         assert not work.any()
 
 
-@pytest.mark.parametrize(("batch", "wanted"), [(1, paged.ALONE), (2, STAGE), (256, STAGE)])
-def test_one_sequence_has_nothing_to_share_out_and_a_stage_of_its_own(batch: int, wanted: str) -> None:
-    assert paged._stage(None, Problem.parse(f"{batch}x32x8x1x8192x128")).id == wanted
+@pytest.mark.parametrize("shape", ["1x32x8x1x8192x128", "4x32x8x1x8192x128", "64x32x8x1x8192x128"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_stage_is_the_one_that_was_fastest_on_record(shape: str, mask: Mask) -> None:
+    """With one query row a mask hides nothing, and tables are of calls without one."""
+    found, problem = choice.table("nvidia-h100-80gb-hbm3"), Problem.parse(shape)
+    assert found is not None
+    able = [stage.id for stage in registry.DECODE.values() if stage.runner == paged.__name__]
+    best = min((row for row in found.rows if row.stage in able and row.problem == problem), key=lambda row: row.time_us)
+    taken = paged.taken(replace(problem, mask=mask), found.gpu, found.arch, found.sm_count)
+    assert taken.id == best.stage
+    assert paged._stage(None, problem, None).id == STAGE  # on a CPU
+
+
+def test_a_gpu_without_any_table_gets_the_stage_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choice, "table_for", lambda *_: None)
+    assert paged.taken(Problem.parse("1x32x8x1x8192x128"), "nobody", "sm_90a").id == STAGE
 
 
 @needs_compiler

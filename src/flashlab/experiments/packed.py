@@ -18,6 +18,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -343,19 +344,22 @@ class _Worker(GpuWorker):
 
 def shown(records: Sequence[PackedRun]) -> list[dict[str, Any]]:
     """A row for each case, of the newest run that has it: ours, with its rate, and how many times faster it is than the
-    others. In decoding ours is what `flashlab.paged_attention` takes or, in a run without it, what that came of."""
+    others. In decoding ours is what `flashlab.paged_attention` takes or, in a run without it, the newest stage."""
 
     def case(one: PackedRun) -> tuple[Any, ...]:
         decoding = one.kv_heads or 0
         return decoding, one.head_dim, one.dtype, one.mask, one.distribution, decoding and len(one.lengths)
 
-    rows, lineage = [], [paged.STAGE]
-    while parent := registry.get(lineage[-1]).parent:
-        lineage.append(parent)
+    def taken(one: PackedRun) -> str:
+        problem = Problem.parse(f"{len(one.lengths)}x{one.heads}x{one.kv_heads}x1x{max(one.lengths)}x{one.head_dim}")
+        arch = registry.arch_for(one.gpu.compute_capability)
+        return paged.taken(replace(problem, dtype=one.dtype), one.gpu.slug, arch, one.gpu.sm_count).id
+
+    rows = []
     for (kv_heads, head_dim, dtype, mask, distribution, _), same in grouped(records, case).items():
         newest = max(one.run for one in same)
         by_name = {one.name: one for one in same if one.run == newest}
-        names = (paged.taken(len(same[0].lengths)), *lineage) if kv_heads else (STAGE,)
+        names = (taken(same[0]), *DECODE_NAMES[-2::-1]) if kv_heads else (STAGE,)
         ours = next((by_name[name] for name in names if name in by_name), None)
         if ours is None:
             continue

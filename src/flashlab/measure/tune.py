@@ -58,7 +58,8 @@ _PLAN_CAP_S = 0.5
 """Of a plan: host time after which a variant takes no more samples than it must."""
 _CHECKED_SCORES = 1 << 26
 """Scores of a problem that are compared with the oracle."""
-_PLAN = replace(BURSTS, samples=_SAMPLES[-1], checked_scores=_CHECKED_SCORES)
+_PLAN = replace(BURSTS, samples=_SAMPLES[-1], step_samples=_SAMPLES[-1], checked_scores=_CHECKED_SCORES)
+"""In a step where a problem has few query rows, by which `flashlab tuned` goes."""
 _START_S, _EACH_S, _CHECK_S = 25.0, 0.2, 0.25
 """Assumptions of `estimate_s`: start and compilers, a variant without its check, a check of as many scores as are."""
 
@@ -416,6 +417,8 @@ def tune_all(
 
 def _round(tasks: Sequence[Task], plan: Plan, options: Options) -> tuple[Path, tuple[Tuning, ...]]:
     """Time the variants of tasks, and add to the file what of each did not compile; the file, and what was timed."""
+    if not any(plan.rotates(task.key.problem) for task in tasks):
+        plan = replace(plan, step_samples=0)
     path = time(tasks, plan=plan, options=options)
     timed, _ = store.read(path, schema.Tuning)
     for task in tasks:

@@ -287,10 +287,13 @@ def parameters(
     return {**found, **(overrides or {})}
 
 
-def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, data: Path = DATA) -> Ranking:
+def rank(
+    problem: Problem, gpu: str, arch: str, sm_count: int | None = None, data: Path = DATA, *, runner: str | None = None
+) -> Ranking:
     """The stages that run a problem on a GPU, the one to take first: see the module.
 
     Args:
+        runner: of those alone that this module launches (`Stage.runner`), in place of those that may be chosen.
         gpu, arch, sm_count: its folder name under data/, architecture and number of SMs; as many as the table's GPU
             has where None.
 
@@ -301,18 +304,19 @@ def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, dat
     if found is None:
         return Ranking(None, ())
     kin = _kin(gpu, arch, sm_count, data) if found.gpu == gpu else None
-    own = Ranking(found, _choices(problem, found, arch, sm_count or found.sm_count, kin))
-    lacking = [stage for stage in _able(problem, arch) if not found.rows_of(stage, problem.head_dim)]
+    own = Ranking(found, _choices(problem, found, arch, sm_count or found.sm_count, kin, runner))
+    lacking = [stage for stage in _able(problem, arch, runner) if not found.rows_of(stage, problem.head_dim)]
     if kin is None or kin.arch != arch or not lacking:
         return own
-    theirs = Ranking(kin, _choices(problem, kin, arch, sm_count or found.sm_count))
+    theirs = Ranking(kin, _choices(problem, kin, arch, sm_count or found.sm_count, runner=runner))
     return theirs if theirs.choices and theirs.choices[0].stage in lacking else own
 
 
-def _able(problem: Problem, arch: str) -> Iterator[Stage]:
+def _able(problem: Problem, arch: str, runner: str | None) -> Iterator[Stage]:
     """The stages to choose from."""
     for stage in (*registry.CUDA_STAGES.values(), *registry.DECODE.values()):
-        if not stage.by_name_only and stage.why_not(problem, arch) is None:
+        wanted = stage.runner == runner if runner else not stage.by_name_only
+        if wanted and stage.why_not(problem, arch) is None:
             yield stage
 
 
@@ -322,11 +326,13 @@ def _defaults(stage: str, head_dim: int) -> Mapping[str, int]:
 
 
 @lru_cache(maxsize=1024)
-def _choices(problem: Problem, found: Table, arch: str, sm_count: int, kin: Table | None = None) -> tuple[Choice, ...]:
+def _choices(
+    problem: Problem, found: Table, arch: str, sm_count: int, kin: Table | None = None, runner: str | None = None
+) -> tuple[Choice, ...]:
     distances = found.distances(problem, found.sm_count / sm_count)
     lenders = [one for one in (found, kin) if one is not None and one.arch == arch]
     choices = []
-    for stage in _able(problem, arch):
+    for stage in _able(problem, arch, runner):
         rows = found.rows_of(stage, problem.head_dim)
         if not rows:
             continue

@@ -31,7 +31,7 @@ from flashlab.core.errors import (
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
-from flashlab.run import arrays, emulator, gpu, recipes
+from flashlab.run import arrays, choice, emulator, gpu, recipes
 from flashlab.run.arguments import AttentionParams, params_for
 from flashlab.run.arrays import DeviceArray, TorchCopies, on_device, on_host
 from flashlab.run.attention import EmulatedCall, run_on_cpu
@@ -48,8 +48,7 @@ from flashlab.run.plan import (
 )
 
 STAGE = "d13_shares_of_time"
-ALONE = "d1_paged_kv"
-"""What runs where no stage is named, and what for one sequence, which has nothing to share out: `taken`."""
+"""What runs where no stage is named and no table of choices has a word: see `taken`."""
 _VIEWS = ("Q", "K", "V", "page_table", "lengths", "O")
 """What a call is of, by the names of the fields that hold the addresses, in the order of `paged_attention`."""
 _FAULTS = 2
@@ -116,8 +115,8 @@ def paged_attention(
         out: where to write, like `q`; a new contiguous array of the caller's library where None.
         return_lse: also return the log-sum-exp of the scores (natural log, float32, -inf where a query sees no key).
         stream: as `flashlab.attention` takes it.
-        stage: the id of one that reads a cache in pages: where None, d1_paged_kv for one sequence and
-            d13_shares_of_time for more.
+        stage: the id of one that reads a cache in pages. None: on a GPU the one that was fastest on the nearest
+            problem on record, as `flashlab.attention` takes it, of sequences as long as the page table has room for.
         params: the stage's tunables, by name.
         check: wait, and refuse a page number that is none and a length that is beyond the page table. Without, keys of
             such pages count as zeros and such a length is cut; nothing outside the cache is ever read. In host memory
@@ -148,7 +147,8 @@ def paged_attention(
     made = outputs_of(here, inputs, out, return_lse=return_lse)
     views = dict(zip(_VIEWS, (*inputs.values(), table, keys, made.out_view), strict=True))
     rows = {name: views[name] for name in "QKVO"}
-    call = _Call(planned(problem, _stage(stage, problem), scale, rows, tensor_maps=False), views)
+    device = None if here.stream is None else gpu.info(views["Q"].device)
+    call = _Call(planned(problem, _stage(stage, problem, device), scale, rows, tensor_maps=False), views)
     overrides = {"PAGE_SIZE": inputs["k_cache"].shape[2], **tunables(params)}
     if overrides["PAGE_SIZE"] != inputs["k_cache"].shape[2]:
         raise ParameterError(
@@ -268,13 +268,22 @@ def _first(array: Any, off: Any) -> str:
     return f"{int(array.reshape(-1)[place])} of sequence {place * len(off) // len(flat)}"
 
 
-def taken(sequences: int) -> str:
-    """The stage that reads so many sequences in pages, where none is named."""
-    return ALONE if sequences == 1 else STAGE
+def taken(problem: Problem, gpu_slug: str, arch: str, sm_count: int | None = None) -> Stage:
+    """The stage that reads a problem's keys in pages on a GPU, where none is named."""
+    choices = choice.rank(_as_timed(problem), gpu_slug, arch, sm_count, runner=__name__).choices
+    return choices[0].stage if choices else registry.get(STAGE)
 
 
-def _stage(name: str | None, problem: Problem) -> Stage:
-    stage = registry.get(taken(problem.batch) if name is None else name)
+def _as_timed(problem: Problem) -> Problem:
+    """The same problem where one query row sees all keys: tables have it without a mask."""
+    return replace(problem, mask="full") if problem.q_len == 1 else problem
+
+
+def _stage(name: str | None, problem: Problem, device: gpu.GpuInfo | None) -> Stage:
+    if name is None and device is not None:
+        stage = taken(problem, device.slug, device.arch, device.sm_count)
+    else:
+        stage = registry.get(name or STAGE)
     if stage.runner != __name__:
         able = [one.id for one in registry.DECODE.values() if one.runner == __name__]
         raise UnknownStageError(f"stage: wanted one that reads a cache in pages, {' or '.join(able)}, got {name!r}")
@@ -381,9 +390,11 @@ def _recipe(call: _Call, options: Mapping[str, Any]) -> recipes.Recipe:
         UnsupportedError: the kernel does not run this here; and what compiling and loading raise.
     """
     stage, problem, device = call.plan.stage, call.plan.problem, call.plan.device
-    arch = gpu.info(device).arch
+    arch, slug = gpu.info(device).arch, gpu.info(device).slug
     stage.require(problem, arch)
-    code = recipes.loaded(job_of(stage, problem, arch, options), device)
+    table = (slug, choice.stamp(slug))  # before it is read
+    tuned = choice.parameters(stage, slug, _as_timed(problem), arch=arch, overrides=options["overrides"])
+    code = recipes.loaded(job_of(stage, problem, arch, {**options, "overrides": tuned}), device)
     shape, grid = code.fitted(problem)
     structures = call.structures
     return recipes.Recipe(
@@ -394,6 +405,7 @@ def _recipe(call: _Call, options: Mapping[str, Any]) -> recipes.Recipe:
         grid=grid,
         structures=structures,
         places=_places(structures[0]),
+        table=table,
     )
 
 
