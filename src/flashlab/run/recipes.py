@@ -246,7 +246,7 @@ def launch_of(
 by_layout: Kept[Recipe] = Kept(_MAX_RECIPES)
 """By the layout of arrays and what was asked for: as `layout` has it, and as `kept` does of torch tensors."""
 _works: Kept[tuple[Any, int, int]] = Kept(_MAX_STREAMS)
-"""What persistent kernels count in, but for a graph's, its address and its words, by device and stream or graph: a launch
+"""What persistent kernels count in, but for a graph's, its address and words, by device and stream or graph: a launch
 leaves the counters at 0 for the next one on its stream, whichever kernel's that is."""
 
 
