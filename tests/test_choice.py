@@ -94,6 +94,7 @@ def test_a_table_reads_back_as_it_was_written_a_line_a_row(data: Path) -> None:
         "dtype": "float16",
         "parameters": PINGPONG.parameters(64, {"NUM_CONSUMERS": 1}),
         "time_us": 6.7,
+        "timed": "hot",
         "tile_q": 64,
         "variants": 4,
         "run": NEW,
@@ -251,6 +252,18 @@ def test_a_stage_that_a_gpu_never_timed_wins_where_its_kin_takes_it(data: Path) 
     explained = flashlab_explain(LARGE, gpu="nvidia-h100-pcie", data=data)
     assert explained["kin"] == H200
     assert explained["lent"].startswith("nvidia-h100-pcie has no records of that stage at that head dim")
+
+
+def test_a_stage_that_its_kin_timed_farther_from_a_model_does_not_win(data: Path) -> None:
+    """In a step the order of kernels for decoding is another than back to back."""
+    for mine, theirs, taken in (
+        ("hot", "hot", PINGPONG),
+        ("step", "rotating", PERSISTENT),
+        ("rotating", "step", PINGPONG),
+    ):
+        written(data, [one.model_copy(update={"timed": theirs}) for one in ROWS])
+        own = row(PERSISTENT, SMALL, 9.0).model_copy(update={"timed": mine})
+        assert first(SMALL, written(data, [own], slug="nvidia-h100"), "nvidia-h100").stage is taken
 
 
 def test_a_problem_that_its_kin_was_tuned_nearer_to_gets_its_kins_tunables(data: Path) -> None:

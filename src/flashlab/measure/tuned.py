@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flashlab.core.errors import NoDataError
 from flashlab.core.paths import DATA
-from flashlab.core.problem import AS_IN_A_MODEL, Problem
+from flashlab.core.problem import AS_IN_A_MODEL, Cache, Problem
 from flashlab.kernels import registry
 from flashlab.kernels.peers import FEW_ROWS
 from flashlab.kernels.registry import arch_for
@@ -88,8 +88,12 @@ def _state(record: schema.Timed) -> int:
     return min(timed, default=len(AS_IN_A_MODEL)) if record.problem.q_len < FEW_ROWS else len(AS_IN_A_MODEL)
 
 
+def _timed(record: Tuning | Measurement) -> Cache:
+    return (*AS_IN_A_MODEL, "hot")[_state(record)]
+
+
 def _taken(record: Tuning | Measurement) -> Samples:
-    samples = record.samples_of("burst", (*AS_IN_A_MODEL, "hot")[_state(record)])
+    samples = record.samples_of("burst", _timed(record))
     assert samples is not None, "a record that is ok has burst samples"
     return samples
 
@@ -101,6 +105,7 @@ def _row(key: Key, parameters: Mapping[str, int], record: Tuning | Measurement, 
         **{name: getattr(key.problem, name) for name in ("shape", "mask", "dtype")},
         parameters=dict(parameters),
         time_us=round(_taken(record).median_us, 3),
+        timed=_timed(record),
         tile_q=record.cubin.tile_q,
         variants=variants,
         run=record.run,

@@ -762,7 +762,9 @@ class ChoiceRow(_Model):
     parameters: dict[Label, int]
     """Every tunable of the stage and its value."""
     time_us: float
-    """Median, in a burst with a hot L2."""
+    """Median, in a burst."""
+    timed: Cache = "hot"
+    """What of it: a table counts what is nearest to a model's calls."""
     tile_q: int
     """Query rows a block."""
     variants: int

@@ -23,7 +23,7 @@ A GPU without a table gets that of its nearest kin: the same architecture, then 
 nearest number of SMs. Tunables are taken over within an architecture alone; on another one a stage has its defaults.
 
 A table may lack a stage, which then cannot win there. Where the nearest kin of the same architecture would take such a
-stage, its choice counts.
+stage, its choice counts, unless its times are farther from a model's calls (`AS_IN_A_MODEL`) than the GPU's own.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 from flashlab.core.errors import DamagedRecordError
 from flashlab.core.paths import DATA
-from flashlab.core.problem import Problem
+from flashlab.core.problem import AS_IN_A_MODEL, Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.record.schema import ChoiceRow as Row
@@ -309,7 +309,15 @@ def rank(
     if kin is None or kin.arch != arch or not lacking:
         return own
     theirs = Ranking(kin, _choices(problem, kin, arch, sm_count or found.sm_count, runner=runner))
-    return theirs if theirs.choices and theirs.choices[0].stage in lacking else own
+    if not theirs.choices or theirs.choices[0].stage not in lacking:
+        return own
+    return own if own.choices and _from_a_model(own.choices[0]) < _from_a_model(theirs.choices[0]) else theirs
+
+
+def _from_a_model(choice: Choice) -> int:
+    """How far what its time was taken in is from a model's calls: the place in `AS_IN_A_MODEL`, or behind them all."""
+    timed = choice.row.timed
+    return AS_IN_A_MODEL.index(timed) if timed in AS_IN_A_MODEL else len(AS_IN_A_MODEL)
 
 
 def _able(problem: Problem, arch: str, runner: str | None) -> Iterator[Stage]:
