@@ -47,8 +47,10 @@ from flashlab.run.plan import (
     with_features,
 )
 
-STAGE = "d13_shares_of_time"
-"""What runs where no stage is named and no table of choices has a word: see `taken`."""
+STAGE = "d15_short_starts"
+_FEW_TILES = "d1_paged_kv"
+"""What `taken` chooses from: one that shares out all keys by time, which lengths that differ need, and is the one where
+no table of choices has a word; and one that splits each tile over a cluster, which starts and ends sooner."""
 _VIEWS = ("Q", "K", "V", "page_table", "lengths", "O")
 """What a call is of, by the names of the fields that hold the addresses, in the order of `paged_attention`."""
 _FAULTS = 2
@@ -270,7 +272,7 @@ def _first(array: Any, off: Any) -> str:
 
 def taken(problem: Problem, gpu_slug: str, arch: str, sm_count: int | None = None) -> Stage:
     """The stage that reads a problem's keys in pages on a GPU, where none is named."""
-    choices = choice.rank(_as_timed(problem), gpu_slug, arch, sm_count, runner=__name__).choices
+    choices = choice.rank(_as_timed(problem), gpu_slug, arch, sm_count, among=(STAGE, _FEW_TILES)).choices
     return choices[0].stage if choices else registry.get(STAGE)
 
 
