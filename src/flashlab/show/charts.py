@@ -133,7 +133,12 @@ def _theme(layout: Layout) -> Any:
             "figure.facecolor": SURFACE,
             "grid.color": GRID,
             "grid.linewidth": 0.7,
+            "lines.solid_capstyle": "round",
+            "patch.edgecolor": "w",
+            "patch.force_edgecolor": True,
             "patch.linewidth": 0,
+            "xtick.bottom": False,
+            "ytick.left": False,
             "axes.axisbelow": True,
             "axes.spines.top": False,
             "axes.spines.right": False,
@@ -153,13 +158,12 @@ def compose(
 ) -> Chart:
     """Draw both layouts; `heights` in inches, wide and narrow."""
     import matplotlib as mpl
-    import seaborn as sns
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
     svg: dict[Layout, str] = {}
     for layout, height in zip(LAYOUTS, heights, strict=True):
-        with sns.axes_style("white"), mpl.rc_context(rc=_theme(layout)):
+        with mpl.rc_context(rc=_theme(layout)):
             figure = Figure(figsize=(_INCHES[layout], height), layout="constrained")
             draw(figure, layout)
             buffer = StringIO()
