@@ -90,7 +90,7 @@ def _box(
     """A filled rectangle whose upper left corner is (x, y), with words in its middle."""
     from matplotlib.patches import Rectangle
 
-    edge: dict[str, Any] = {"edgecolor": SURFACE, "linewidth": 1, "clip_on": False}
+    edge: dict[str, Any] = {"edgecolor": SURFACE, "linewidth": 1, "clip_on": False, "in_layout": False}
     edge |= {name: look.pop(name) for name in ("linewidth", "alpha") if name in look}
     axes.add_artist(Rectangle((x, y), width, height, facecolor=colour, **edge))
     if words != "":
