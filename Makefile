@@ -29,8 +29,9 @@ report: $(BASE) ## run every notebook, build the site into build/site; with an N
 	@$(PYTHON) -m flashlab report $(if $(FULL),--full) $(ARGS)
 
 # Each worker computes with one thread: two that want all cores spin while they wait for each other. Files begin in the
-# order of tests/conftest.py, the longest first; pytest-xdist would begin those with the most tests first.
-PYTEST := $(if $(GPU),,OPENBLAS_NUM_THREADS=1) $(PYTHON) -m pytest -n $(if $(GPU),0,auto) --dist loadfile --no-loadscope-reorder
+# order of tests/conftest.py, the longest first; pytest-xdist would begin those with the most tests first. Hundreds of
+# processes start, so Python keeps what it compiled, even where the environment says otherwise, as many images' does.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(if $(GPU),,OPENBLAS_NUM_THREADS=1) $(PYTHON) -m pytest -n $(if $(GPU),0,auto) --dist loadfile --no-loadscope-reorder
 
 test: $(STAMPS)/dev ## every test but the whole of large matrices; GPU tests where there is a GPU
 	@$(PYTEST) -m 'not exhaustive' $(ARGS)
