@@ -115,12 +115,6 @@ def test_what_a_rung_shows_is_its_prediction_and_its_record(tmp_path: Path, show
     assert "<figure" in (tmp_path / "snippets" / "journey" / "trained.md").read_text(encoding="utf-8")
 
 
-def test_without_records_a_rung_says_so(tmp_path: Path) -> None:
-    journey.write(pages.Output(root=tmp_path), None, tmp_path)
-    for name, said in (("05_wmma", "**Measured:** not on record"), ("conditions", "Nothing is on record yet")):
-        assert said in (tmp_path / "snippets" / "journey" / f"{name}.md").read_text(encoding="utf-8")
-
-
 # --- Timelines --------------------------------------------------------------------------------------------------------
 
 READINGS = chip.newest("nvidia-h200", DATA)
