@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -414,6 +415,7 @@ class Zeroed:
 
 _of_graphs: list[tuple[Any, Zeroed]] = []
 """Memory that graphs own, each with the semaphore that says whether its graph is gone."""
+_of_graphs_lock = threading.Lock()
 
 
 def graph_id(stream: int) -> tuple[int, int]:
@@ -429,10 +431,12 @@ def zeroed_of_graph(device: int, size_bytes: int, stream: int) -> int:
     """
     driver, libc, gone = _bindings(), ctypes.CDLL(None), ctypes.create_string_buffer(_SEMAPHORE_BYTES)
     libc.sem_init(gone, 0, 0)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(gone))  # for good: at exit a graph may go after all of Python's objects
     relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED  # allocating is no part of the capture
     before = call("cuThreadExchangeStreamCaptureMode", relaxed)
     try:
-        _of_graphs[:] = [(sem, memory) for sem, memory in _of_graphs if libc.sem_trywait(sem)]
+        with _of_graphs_lock:
+            _of_graphs[:] = [(sem, memory) for sem, memory in _of_graphs if libc.sem_trywait(sem)]
         with context(device):
             other = call("cuStreamCreate", driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
             memory = Zeroed(device, size_bytes, int(other))
@@ -444,9 +448,10 @@ def zeroed_of_graph(device: int, size_bytes: int, stream: int) -> int:
             owner = call("cuUserObjectCreate", ctypes.addressof(gone), post, 1, no_sync)
             give = driver.CUuserObjectRetain_flags.CU_GRAPH_USER_OBJECT_MOVE.value
             call("cuGraphRetainUserObject", graph, owner, 1, give)
+        with _of_graphs_lock:
+            _of_graphs.append((gone, memory))
     finally:
         call("cuThreadExchangeStreamCaptureMode", before)
-    _of_graphs.append((gone, memory))
     return memory.pointer
 
 
