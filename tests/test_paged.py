@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -19,7 +18,7 @@ from flashlab.build import compiler
 from flashlab.core import errors
 from flashlab.core.problem import DTYPES, MASKS, DType, Mask, Problem
 from flashlab.kernels import registry
-from flashlab.run import arguments, choice, emulator, paged
+from flashlab.run import arguments, emulator, paged
 from flashlab.run.arrays import TorchCopies
 from flashlab.run.paged import STAGE, job_of
 from flashlab.verify import on_cpu, oracle
@@ -195,24 +194,18 @@ def test_a_workspace_serves_other_lengths_one_after_another(monkeypatch: pytest.
         assert not work.any()
 
 
-@pytest.mark.parametrize("shape", ["1x32x8x1x8192x128", "4x32x8x1x8192x128", "64x32x8x1x8192x128"])
-@pytest.mark.parametrize("mask", MASKS)
-def test_the_stage_is_the_one_that_was_fastest_on_record(shape: str, mask: Mask) -> None:
-    """With one query row a mask hides nothing, and tables are of calls without one."""
-    found, problem = choice.table("nvidia-h100-80gb-hbm3"), Problem.parse(shape)
-    assert found is not None
-    best = min(
-        (row for row in found.rows if row.stage in (STAGE, CLUSTERS) and row.problem == problem),
-        key=lambda row: row.time_us,
-    )
-    taken = paged.taken(replace(problem, mask=mask), found.gpu, found.arch, found.sm_count)
-    assert taken.id == best.stage
-    assert paged._stage(None, problem, None).id == STAGE  # on a CPU
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [("1x32x8x1x8192x128", CLUSTERS), ("2x32x8x1x8192x128", CLUSTERS), ("2x32x8x5x64x128", STAGE)]
+    + [(shape, STAGE) for shape in ("3x32x8x1x64x128", "1x32x32x1x8192x128", "256x32x8x1x8192x128")],
+)
+def test_few_tiles_have_nothing_to_share_out_and_a_stage_of_their_own(shape: str, wanted: str) -> None:
+    assert paged._stage(None, Problem.parse(shape)).id == wanted
 
 
-def test_a_gpu_without_any_table_gets_the_stage_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "table_for", lambda *_: None)
-    assert paged.taken(Problem.parse("1x32x8x1x8192x128"), "nobody", "sm_90a").id == STAGE
+def test_a_mask_of_one_query_row_hides_nothing_and_tables_are_without() -> None:
+    one, two = (Problem.parse(f"1x32x8x{rows}x8192x128", mask="causal") for rows in (1, 2))
+    assert (paged._as_timed(one).mask, paged._as_timed(two).mask) == ("full", "causal")
 
 
 @needs_compiler

@@ -18,7 +18,6 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -351,9 +350,8 @@ def shown(records: Sequence[PackedRun]) -> list[dict[str, Any]]:
         return decoding, one.head_dim, one.dtype, one.mask, one.distribution, decoding and len(one.lengths)
 
     def taken(one: PackedRun) -> str:
-        problem = Problem.parse(f"{len(one.lengths)}x{one.heads}x{one.kv_heads}x1x{max(one.lengths)}x{one.head_dim}")
-        arch = registry.arch_for(one.gpu.compute_capability)
-        return paged.taken(replace(problem, dtype=one.dtype), one.gpu.slug, arch, one.gpu.sm_count).id
+        shape = f"{len(one.lengths)}x{one.heads}x{one.kv_heads}x1x{max(one.lengths)}x{one.head_dim}"
+        return paged.taken(Problem.parse(shape))
 
     rows = []
     for (kv_heads, head_dim, dtype, mask, distribution, _), same in grouped(records, case).items():

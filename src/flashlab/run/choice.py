@@ -287,19 +287,10 @@ def parameters(
     return {**found, **(overrides or {})}
 
 
-def rank(
-    problem: Problem,
-    gpu: str,
-    arch: str,
-    sm_count: int | None = None,
-    data: Path = DATA,
-    *,
-    among: tuple[str, ...] = (),
-) -> Ranking:
+def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, data: Path = DATA) -> Ranking:
     """The stages that run a problem on a GPU, the one to take first: see the module.
 
     Args:
-        among: the stages to choose from, where not from all that take arrays as `flashlab.attention` does.
         gpu, arch, sm_count: its folder name under data/, architecture and number of SMs; as many as the table's GPU
             has where None.
 
@@ -310,11 +301,11 @@ def rank(
     if found is None:
         return Ranking(None, ())
     kin = _kin(gpu, arch, sm_count, data) if found.gpu == gpu else None
-    own = Ranking(found, _choices(problem, found, arch, sm_count or found.sm_count, kin, among))
-    lacking = [stage for stage in _able(problem, arch, among) if not found.rows_of(stage, problem.head_dim)]
+    own = Ranking(found, _choices(problem, found, arch, sm_count or found.sm_count, kin))
+    lacking = [stage for stage in _able(problem, arch) if not found.rows_of(stage, problem.head_dim)]
     if kin is None or kin.arch != arch or not lacking:
         return own
-    theirs = Ranking(kin, _choices(problem, kin, arch, sm_count or found.sm_count, among=among))
+    theirs = Ranking(kin, _choices(problem, kin, arch, sm_count or found.sm_count))
     if not theirs.choices or theirs.choices[0].stage not in lacking:
         return own
     return own if own.choices and _from_a_model(own.choices[0]) < _from_a_model(theirs.choices[0]) else theirs
@@ -326,11 +317,10 @@ def _from_a_model(choice: Choice) -> int:
     return AS_IN_A_MODEL.index(timed) if timed in AS_IN_A_MODEL else len(AS_IN_A_MODEL)
 
 
-def _able(problem: Problem, arch: str, among: tuple[str, ...]) -> Iterator[Stage]:
+def _able(problem: Problem, arch: str) -> Iterator[Stage]:
     """The stages to choose from."""
     for stage in (*registry.CUDA_STAGES.values(), *registry.DECODE.values()):
-        wanted = stage.id in among if among else not stage.by_name_only
-        if wanted and stage.why_not(problem, arch) is None:
+        if not stage.by_name_only and stage.why_not(problem, arch) is None:
             yield stage
 
 
@@ -340,13 +330,11 @@ def _defaults(stage: str, head_dim: int) -> Mapping[str, int]:
 
 
 @lru_cache(maxsize=1024)
-def _choices(
-    problem: Problem, found: Table, arch: str, sm_count: int, kin: Table | None = None, among: tuple[str, ...] = ()
-) -> tuple[Choice, ...]:
+def _choices(problem: Problem, found: Table, arch: str, sm_count: int, kin: Table | None = None) -> tuple[Choice, ...]:
     distances = found.distances(problem, found.sm_count / sm_count)
     lenders = [one for one in (found, kin) if one is not None and one.arch == arch]
     choices = []
-    for stage in _able(problem, arch, among):
+    for stage in _able(problem, arch):
         rows = found.rows_of(stage, problem.head_dim)
         if not rows:
             continue

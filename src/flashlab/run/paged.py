@@ -48,9 +48,11 @@ from flashlab.run.plan import (
 )
 
 STAGE = "d15_short_starts"
-_FEW_TILES = "d1_paged_kv"
-"""What `taken` chooses from: one that shares out all keys by time, which lengths that differ need, and is the one where
-no table of choices has a word; and one that splits each tile over a cluster, which starts and ends sooner."""
+_FEW_TILES, _FEW = "d1_paged_kv", 16
+"""What `taken` chooses from: one that shares out all keys by time, which lengths that differ need; and one that splits
+each tile over a cluster, which starts and ends sooner, of so many tiles at most."""
+_TILE_ROWS = 16
+"""Query rows of a tile of theirs: MMA_M of kernels/common/mma.cuh."""
 _VIEWS = ("Q", "K", "V", "page_table", "lengths", "O")
 """What a call is of, by the names of the fields that hold the addresses, in the order of `paged_attention`."""
 _FAULTS = 2
@@ -117,9 +119,10 @@ def paged_attention(
         out: where to write, like `q`; a new contiguous array of the caller's library where None.
         return_lse: also return the log-sum-exp of the scores (natural log, float32, -inf where a query sees no key).
         stream: as `flashlab.attention` takes it.
-        stage: the id of one that reads a cache in pages. None: on a GPU the one that was fastest on the nearest
-            problem on record, as `flashlab.attention` takes it, of sequences as long as the page table has room for.
-        params: the stage's tunables, by name.
+        stage: the id of one that reads a cache in pages. None: d1_paged_kv for at most 16 work tiles (of 16 query rows
+            of a sequence that share a K/V head) and d15_short_starts for more.
+        params: the stage's tunables, by name; where left out, as `flashlab.attention` has them, of sequences as long
+            as the page table has room for.
         check: wait, and refuse a page number that is none and a length that is beyond the page table. Without, keys of
             such pages count as zeros and such a length is cut; nothing outside the cache is ever read. In host memory
             both are refused always.
@@ -149,8 +152,7 @@ def paged_attention(
     made = outputs_of(here, inputs, out, return_lse=return_lse)
     views = dict(zip(_VIEWS, (*inputs.values(), table, keys, made.out_view), strict=True))
     rows = {name: views[name] for name in "QKVO"}
-    device = None if here.stream is None else gpu.info(views["Q"].device)
-    call = _Call(planned(problem, _stage(stage, problem, device), scale, rows, tensor_maps=False), views)
+    call = _Call(planned(problem, _stage(stage, problem), scale, rows, tensor_maps=False), views)
     overrides = {"PAGE_SIZE": inputs["k_cache"].shape[2], **tunables(params)}
     if overrides["PAGE_SIZE"] != inputs["k_cache"].shape[2]:
         raise ParameterError(
@@ -270,22 +272,15 @@ def _first(array: Any, off: Any) -> str:
     return f"{int(array.reshape(-1)[place])} of sequence {place * len(off) // len(flat)}"
 
 
-def taken(problem: Problem, gpu_slug: str, arch: str, sm_count: int | None = None) -> Stage:
-    """The stage that reads a problem's keys in pages on a GPU, where none is named."""
-    choices = choice.rank(_as_timed(problem), gpu_slug, arch, sm_count, among=(STAGE, _FEW_TILES)).choices
-    return choices[0].stage if choices else registry.get(STAGE)
+def taken(problem: Problem) -> str:
+    """The stage that reads a problem's keys in pages, where none is named."""
+    rows = problem.q_heads // problem.kv_heads * problem.q_len
+    tiles = problem.batch * problem.kv_heads * -(-rows // _TILE_ROWS)
+    return _FEW_TILES if tiles <= _FEW else STAGE
 
 
-def _as_timed(problem: Problem) -> Problem:
-    """The same problem where one query row sees all keys: tables have it without a mask."""
-    return replace(problem, mask="full") if problem.q_len == 1 else problem
-
-
-def _stage(name: str | None, problem: Problem, device: gpu.GpuInfo | None) -> Stage:
-    if name is None and device is not None:
-        stage = taken(problem, device.slug, device.arch, device.sm_count)
-    else:
-        stage = registry.get(name or STAGE)
+def _stage(name: str | None, problem: Problem) -> Stage:
+    stage = registry.get(taken(problem) if name is None else name)
     if stage.runner != __name__:
         able = [one.id for one in registry.DECODE.values() if one.runner == __name__]
         raise UnknownStageError(f"stage: wanted one that reads a cache in pages, {' or '.join(able)}, got {name!r}")
@@ -296,6 +291,11 @@ def _stage(name: str | None, problem: Problem, device: gpu.GpuInfo | None) -> St
             f"{rows}. Calls of fewer queries work, and `flashlab.attention` over keys in one tensor."
         )
     return stage
+
+
+def _as_timed(problem: Problem) -> Problem:
+    """The same problem where one query row sees all keys: tables have it without a mask."""
+    return replace(problem, mask="full") if problem.q_len == 1 else problem
 
 
 def _problem(inputs: Mapping[str, DeviceArray], table: DeviceArray, lengths: DeviceArray, causal: bool) -> Problem:
