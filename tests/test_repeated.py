@@ -280,8 +280,10 @@ def test_what_a_first_call_refuses_a_repeated_one_does(driver: Driver) -> None:
     assert len(driver.launches) == count + 1
 
 
-def test_streams_have_counters_of_their_own_and_graphs_new_ones(driver: Driver) -> None:
+def test_streams_and_graphs_have_counters_of_their_own(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv()
+    monkeypatch.setattr(gpu, "graph_id", lambda stream: (driver.capturing, stream))
+    monkeypatch.setattr(gpu, "zeroed_of_graph", lambda device, size, stream: 1000 * driver.capturing + stream)
 
     def work(**options: Any) -> tuple[int, int]:
         attention(q, k, v, stage=PERSISTENT, **options)
@@ -293,12 +295,12 @@ def test_streams_have_counters_of_their_own_and_graphs_new_ones(driver: Driver) 
     driver.stream = 6
     assert work() == (6, driver.counters[2].data_ptr())
     assert work(stream=5) == (5, driver.counters[1].data_ptr())
-    driver.capturing = 1
-    assert work(stream=5) == (5, driver.counters[3].data_ptr())
-    assert work(stream=5) == (5, driver.counters[4].data_ptr())
+    for graph in (1, 2):
+        driver.capturing = graph
+        assert [work(stream=5), work(stream=6), work(stream=5)] == [(of, 1000 * graph + of) for of in (5, 6, 5)]
     driver.capturing, driver.ids[5] = 0, 77  # a new stream with the handle of one that was destroyed
-    assert work(stream=5) == (5, driver.counters[5].data_ptr())
-    assert len(driver.counters) == 6
+    assert work(stream=5) == (5, driver.counters[3].data_ptr())
+    assert len(driver.counters) == 4
 
 
 def test_threads_that_repeat_a_call_keep_their_arguments_apart(driver: Driver) -> None:
