@@ -415,14 +415,14 @@ def test_both_kernels_of_fp8_are_launched_on_stored_and_on_16_bit_inputs(launche
     assert launches == 2 * both
 
 
-@pytest.mark.parametrize(("stage", "grid"), [("d1_paged_kv", (1, 2, 2)), ("d13_shares_of_time", (4, 1, 1))])
+@pytest.mark.parametrize(("stage", "grid"), [("d1_paged_kv", (4, 2, 2)), ("d13_shares_of_time", (4, 1, 1))])
 def test_a_stage_that_reads_pages_takes_keys_without_pages_too(
     launches: list[tuple[Any, ...]], stage: str, grid: tuple[int, int, int]
 ) -> None:
     q, k, v = (
         torch.zeros(2, heads, length, 128, dtype=torch.float16) for heads, length in ((8, 1), (2, 300), (2, 300))
     )
-    prepare(q, k, v, stage=stage, causal=True)()
+    prepare(q, k, v, stage=stage, causal=True, params={"SPLITS": 4})()
     early = stage != "d1_paged_kv"
     assert launches == [(f"attention_{stage}", grid, ["AttentionParams", "PagedCache"], early)]
 
