@@ -128,7 +128,7 @@ def test_streams_at_once_and_a_graph_beside_them(torch: Any, stage: Stage) -> No
 def test_calls_in_a_graph_are_its_only_nodes_and_their_memory_goes_with_it(torch: Any, stage: str) -> None:
     calls = [_qkv(torch, SHAPES[1]), _qkv(torch, SHAPES[1])]
     wanted = [flashlab.attention(*call, stage=stage) for call in calls]
-    kept = len(gpu._of_graphs)
+    kept = list(gpu._of_graphs)  # of other tests' graphs, which the driver may let go at any time
 
     def captured() -> tuple[Any, list[Any]]:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
@@ -138,7 +138,7 @@ def test_calls_in_a_graph_are_its_only_nodes_and_their_memory_goes_with_it(torch
 
     graph, outs = captured()
     assert gpu.call("cuGraphGetNodes", graph.raw_cuda_graph(), 16)[1] == len(calls)
-    assert len(gpu._of_graphs) == kept + 1
+    assert len([one for one in gpu._of_graphs if one not in kept]) == 1
     for _ in range(3):
         graph.replay()
         torch.cuda.synchronize()
@@ -149,7 +149,7 @@ def test_calls_in_a_graph_are_its_only_nodes_and_their_memory_goes_with_it(torch
         graph.reset()
         time.sleep(0.05)
         graph, outs = captured()
-    assert len(gpu._of_graphs) < kept + 20
+    assert len([one for one in gpu._of_graphs if one not in kept]) < 20
 
 
 @every_stage
