@@ -83,27 +83,32 @@ send(type="done")
 """
 
 
+def _read(log: str) -> sanitizer.Watched:
+    watched = sanitizer.Watched()
+    watched.read(log)
+    return watched
+
+
 def test_a_clean_log_says_so() -> None:
-    found = sanitizer.parse(CLEAN)
-    assert (found.total, dict(found.of_stage), dict(found.words)) == (0, {}, {})
+    assert (_read(CLEAN).errors, _read(CLEAN).reports) == (0, {})
 
 
 def test_reports_are_counted_for_the_kernel_they_name() -> None:
-    found = sanitizer.parse(OUT_OF_BOUNDS)
-    assert found.total == 3
-    assert found.of_stage == {"05_wmma": 1, "08_swizzle": 1}
-    assert found.words["05_wmma"] == ("Invalid __global__ read of size 2 bytes",)
-    assert found.words[""] == ("Invalid __shared__ write of size 4 bytes",)
+    found = _read(OUT_OF_BOUNDS)
+    assert found.errors == 3
+    read = "Invalid __global__ read of size 2 bytes"
+    written = "Invalid __shared__ write of size 4 bytes"
+    assert found.reports == {"05_wmma": [read], "08_swizzle": [read], "": [written]}
 
 
 def test_races_are_counted_by_their_own_summary() -> None:
-    found = sanitizer.parse(RACES)
-    assert (found.total, found.of_stage) == (1, {"06_cp_async": 1})
+    found = _read(RACES)
+    assert (found.errors, found.of("06_cp_async")["errors"]) == (1, 1)
 
 
 def test_a_log_without_a_summary_has_no_total() -> None:
-    assert sanitizer.parse("========= COMPUTE-SANITIZER\n").total is None
-    assert sanitizer.parse("").total is None
+    assert _read("========= COMPUTE-SANITIZER\n").errors is None
+    assert _read("").errors is None
 
 
 def _here(arch: str) -> gpu.GpuInfo:

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,27 +50,19 @@ _ENTRY = re.compile(r"\battention_(\w+?)(?=\+0x|\(|\s|$)")
 _KEPT = 5
 
 
-@dataclass(frozen=True, kw_only=True)
-class Found:
-    """What a tool's log says."""
-
-    total: int | None
-    """Errors by its own count; None where it did not come to its summary."""
-    of_stage: Mapping[str, int]
-    """Reports that name a stage's kernel."""
-    words: Mapping[str, tuple[str, ...]]
-    """Their first lines, the first few of each stage; those that name no stage under an empty name."""
-
-
 @dataclass
-class _Watched:
-    """What came of the process that a tool watched."""
+class Watched:
+    """What a tool and the process that it watched said."""
 
     launches: Counter[str] = field(default_factory=Counter)
     failed: dict[str, list[str]] = field(default_factory=dict)
     """Why launches of a stage failed."""
     death: str = ""
-    """How it ended early; empty where it came to its end."""
+    """How the process ended early; empty where it came to its end."""
+    errors: int | None = None
+    """By the tool's own count; None where it did not come to its summary."""
+    reports: dict[str, list[str]] = field(default_factory=dict)
+    """The first line of each, by the stage whose kernel it names; under an empty name where it names none."""
 
     def act(self, message: Message) -> None:
         """Count a launch; KeyError where the message is none."""
@@ -81,24 +73,34 @@ class _Watched:
         elif message["type"] != "hello":
             raise KeyError(message["type"])
 
+    def read(self, log: str) -> None:
+        """Take in a tool's log: each report is a paragraph, and the first kernel that it names is its."""
+        lines = (line.removeprefix(_SIGN).strip() for line in log.splitlines() if line.startswith(_SIGN))
+        said = "\n".join(line for line in lines if not line.startswith("COMPUTE-SANITIZER"))
+        totals = [int(one[1] or one[2]) for one in _SUMMARY.finditer(said)]
+        self.errors = sum(totals) if totals else None
+        for report in filter(None, map(str.strip, _SUMMARY.sub("", said).split("\n\n"))):
+            named = _ENTRY.search(report)
+            self.reports.setdefault(named[1] if named else "", []).append(report.partition("\n")[0])
 
-def parse(text: str) -> Found:
-    """What a tool's log says.
-
-    Each report is a paragraph, ended by a line of its own sign; the first kernel that it names is its.
-    """
-    lines = (line.removeprefix(_SIGN).strip() for line in text.splitlines() if line.startswith(_SIGN))
-    said = "\n".join(line for line in lines if not line.startswith("COMPUTE-SANITIZER"))
-    totals = [int(one[1] or one[2]) for one in _SUMMARY.finditer(said)]
-    counts: Counter[str] = Counter()
-    words: dict[str, list[str]] = {}
-    for report in filter(None, map(str.strip, _SUMMARY.sub("", said).split("\n\n"))):
-        named = _ENTRY.search(report)
-        if named:
-            counts[named[1]] += 1
-        words.setdefault(named[1] if named else "", []).append(report.partition("\n")[0])
-    kept = {name: tuple(lines[:_KEPT]) for name, lines in words.items()}
-    return Found(total=sum(totals) if totals else None, of_stage=counts, words=kept)
+    def of(self, stage_id: str) -> dict[str, Any]:
+        """What it says of a stage: fields of its record."""
+        own, failed = self.reports.get(stage_id, []), self.failed.get(stage_id, [])
+        named = sum(len(lines) for name, lines in self.reports.items() if name)
+        elsewhere = max(0, (self.errors or 0) - named)
+        finished = self.errors is not None and not self.death
+        findings = [*own[:_KEPT], *failed]
+        if elsewhere:
+            findings += self.reports.get("", [])[:_KEPT]
+        if not finished:
+            findings.append(self.death or "the tool wrote no summary")
+        return {
+            "launches": self.launches[stage_id],
+            "errors": len(own) + len(failed),
+            "elsewhere": elsewhere,
+            "finished": finished,
+            "findings": tuple(findings),
+        }
 
 
 _GET = "wanted `compute-sanitizer` on PATH, found none; the CUDA toolkit has it"
@@ -148,58 +150,35 @@ def sanitize(
         compiler.compile_many(compiler.jobs(cuda, [device_info.arch], aligned=(True, False)))
         job = {"stages": [stage.id for stage in able], "device": options.device}
 
-        def under(tool: str) -> tuple[Found, _Watched]:
-            options.note(f"{tool}: started")
-            found, watched = _run(command, tool, job, options)
-            options.note(f"{tool}: {'no summary' if found.total is None else f'{found.total} errors'}")
-            return found, watched
-
         with ThreadPoolExecutor(len(tools)) as pool:
-            results = dict(zip(tools, pool.map(under, tools), strict=True))
-        for tool, (found, watched) in results.items():
+            watched = list(pool.map(lambda tool: watch(command, tool, job, options), tools))
+        for tool, one in zip(tools, watched, strict=True):
             for stage in able:
-                fields: dict[str, Any] = {"tool": tool, "version": tool_version, "stage": stage.id}
-                records.append(Sanitized(**book.header(), **fields, **_result(stage.id, found, watched)))
+                fields = {"tool": tool, "version": tool_version, "stage": stage.id, **one.of(stage.id)}
+                records.append(Sanitized(**book.header(), **fields))
                 store.append(book.path, records[-1])
     return book.path, tuple(records)
 
 
-def _result(stage_id: str, found: Found, watched: _Watched) -> dict[str, Any]:
-    """What a tool says of a stage: fields of its record."""
-    elsewhere = max(0, (found.total or 0) - sum(found.of_stage.values()))
-    finished = found.total is not None and not watched.death
-    failed = watched.failed.get(stage_id, [])
-    return {
-        "launches": watched.launches[stage_id],
-        "errors": found.of_stage.get(stage_id, 0) + len(failed),
-        "elsewhere": elsewhere,
-        "finished": finished,
-        "findings": (
-            *found.words.get(stage_id, ()),
-            *failed,
-            *(found.words.get("", ()) if elsewhere else ()),
-            *(() if finished else (watched.death or "the tool wrote no summary",)),
-        ),
-    }
-
-
-def _run(command: str, tool: str, job: Message, options: Options) -> tuple[Found, _Watched]:
-    """What a tool found, and what came of the process that it watched."""
-    watched, timeout_s = _Watched(), options.timeout_s
+def watch(command: str, tool: str, job: Message, options: Options) -> Watched:
+    """Launch the stages of the job in a process that a tool watches."""
+    watched, timeout_s = Watched(), options.timeout_s
     ends = time.monotonic() + timeout_s
-
+    options.note(f"{tool}: started")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        watch = [command, "--tool", tool, *_FLAGS, "--log-file", str(log)]
+        under_tool = [command, "--tool", tool, *_FLAGS, "--log-file", str(log), *options.worker]
         variables = environment() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # each array an allocation of its own
-        with Worker([*watch, *options.worker], variables) as worker:
+        with Worker(under_tool, variables) as worker:
             try:
                 worker.run(job, watched.act, startup_s=timeout_s, step_s=timeout_s, total_s=timeout_s)
                 worker.wait(max(0.0, ends - time.monotonic()))  # until the tool has written its summary
             except (WorkerDiedError, FlashlabError) as error:
                 watched.death = str(error)
-        text = log.read_text(encoding="utf-8", errors="replace") if log.exists() else ""
-    return parse(text), watched
+        if log.exists():
+            watched.read(log.read_text(encoding="utf-8", errors="replace"))
+    options.note(f"{tool}: {'no summary' if watched.errors is None else f'{watched.errors} errors'}")
+    return watched
 
 
 # --- Under the tool ---------------------------------------------------------------------------------------------------
