@@ -193,7 +193,7 @@ else:
         assert job["names"] == ["16_ones_column"] and not job["check"], job
         print("its last words", flush=True)
         os._exit(5)
-    say(type="reading", reading=reading)
+    say(type="row", row=reading)
     say(type="missing", what="00_naive at it", reason="made up", name="00_naive")
     say(type="done")
 """
@@ -229,7 +229,7 @@ def test_readings_outlive_a_worker_that_dies(tmp_path: Path) -> None:
 
 def test_a_reading_is_on_disk_before_the_next_is_made(tmp_path: Path) -> None:
     wait = (
-        "say(type='reading', reading=reading)\n"
+        "say(type='row', row=reading)\n"
         "    import glob, time\n"
         f"    while not glob.glob({str(tmp_path)!r} + '/*/readings/*.jsonl'): time.sleep(0.05)\n"
         "    say(type='done'); os._exit(0)"
@@ -242,7 +242,7 @@ def test_a_reading_is_on_disk_before_the_next_is_made(tmp_path: Path) -> None:
 
 
 def test_what_both_workers_take_has_one_limit(tmp_path: Path) -> None:
-    hang = "say(type='reading', reading=reading)\n    import time\n    time.sleep(60)"
+    hang = "say(type='row', row=reading)\n    import time\n    time.sleep(60)"
     path, missing = timers.measure(
         ["16_ones_column"], [], options=options(tmp_path, worker(tmp_path, more=hang)), limit_s=4
     )
@@ -258,12 +258,12 @@ def test_a_second_worker_that_cannot_work_costs_its_own_readings(tmp_path: Path)
 
 
 def test_an_unsound_reading_costs_itself(tmp_path: Path) -> None:
-    bad = "say(type='reading', reading={{**reading, 'inputs': 'none'}})".replace("{{", "{").replace("}}", "}")
+    bad = "say(type='row', row={{**reading, 'inputs': 'none'}})".replace("{{", "{").replace("}}", "}")
     path, missing = timers.measure(
         ["00_naive", "16_ones_column"], [], options=options(tmp_path, worker(tmp_path, more=bad))
     )
     assert len(store.read(path, schema.Reading)[0]) == 1
-    assert missing[0].startswith("16_ones_column by events: no sound reading: ")
+    assert missing[0].startswith("16_ones_column: wanted a sound row, got: ")
 
 
 @pytest.mark.parametrize("seconds", [60.0, 0.0])
@@ -293,6 +293,7 @@ def test_what_one_problem_or_timer_loses_is_not_the_others(seconds: float, monke
     monkeypatch.setattr(one, "_profiler", profiler)
     monkeypatch.setitem(sys.modules, "cuda.bench", None)  # not installed
     one._read()
+    sent = [message for message in sent if message["type"] == "missing"]
     lost = [message["what"] for message in sent]
     if seconds:
         assert lost == [f"torch-profiler at {FIRST.label}", "cuda-bench"]

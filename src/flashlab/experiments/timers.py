@@ -27,17 +27,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import ValidationError
 
 from flashlab.core.errors import (
     CheckFailedError,
-    FlashlabError,
     LaunchError,
     MissingPackageError,
     ParameterError,
@@ -47,10 +45,9 @@ from flashlab.core.problem import FIRST_SHAPE, Cache, Problem
 from flashlab.kernels import peers, registry
 from flashlab.measure import timer as timing
 from flashlab.measure.bench import on_record
-from flashlab.measure.cells import GpuWorker
-from flashlab.measure.harness import Book, Message, Send, Worker, WorkerDiedError, serve
+from flashlab.measure.cells import GpuWorker, Rows
+from flashlab.measure.harness import Book, Message, Send, serve
 from flashlab.measure.options import Options
-from flashlab.record import store
 from flashlab.record.schema import Reading
 from flashlab.run import gpu
 from flashlab.run.attention import prepare
@@ -146,50 +143,29 @@ def measure(
     if not names or not problems:
         raise ParameterError(f"wanted at least one implementation and shape, got {len(names)} and {len(problems)}")
     job: Message = {
-        "device": options.device,
-        "seed": options.seed,
-        "names": names,
         "problems": [asdict(problem) for problem in problems],
         "samples": samples,
         "rounds": rounds,
         "sustained_s": sustained_s,
     }
-    ends, missing, readings = time.monotonic() + limit_s, [], 0
+    ends = time.monotonic() + limit_s
 
-    def act(message: Message) -> None:
-        nonlocal readings
+    def follow(readings: int, *_: object) -> None:
         done_s = round(limit_s - max(0.0, ends - time.monotonic()))
         options.progress(done_s, round(limit_s), f"{readings} readings, or sooner")
-        if message["type"] == "hello":
-            book.hello(message)
-        elif message["type"] == "missing":
-            missing.append(f"{message['what']}: {message['reason']}")
-            names[:] = [name for name in names if name != message.get("name")]
-        else:
-            fields = message["reading"]
-            try:
-                store.append(book.path, Reading.model_validate({**book.header(), **fields}))
-                readings += 1
-            except ValidationError as error:
-                what = f"{fields.get('name')} by {fields.get('timer')}"
-                missing.append(f"{what}: no sound reading: {error.errors()[0]['msg']}")
 
     with Book(options.data, "readings") as book:
+        rows = Rows(Reading, book, replace(options, progress=follow))
         for timers in _WORKERS:
             options.note(f"{', '.join(timers)}: {len(names)} implementations, {len(problems)} shapes")
             left_s = max(0.0, ends - time.monotonic()) * (_FIRST_SHARE if timers is _WORKERS[0] else 1)
+            job |= {"names": names, "timers": timers, "seconds": max(0.0, left_s - _STOPPING_S)}
             # The second worker's implementations are those of the first: the same code on the same inputs.
-            job |= {"timers": timers, "check": not readings, "seconds": max(0.0, left_s - _STOPPING_S)}
-            try:
-                with Worker(options.worker) as process:
-                    process.run(job, act, startup_s=left_s, step_s=left_s, total_s=left_s)
-            except (WorkerDiedError, FlashlabError) as error:
-                if isinstance(error, FlashlabError) and not readings:
-                    raise
-                missing.append(f"{', '.join(timers)}: {error}")
-        if not readings:
-            raise LaunchError("wanted at least one reading, got none: " + "; ".join(missing))
-        return book.path, tuple(dict.fromkeys(missing))
+            job |= {"check": not rows.count}
+            rows.run(job, ", ".join(timers), startup_s=left_s, step_s=left_s, total_s=left_s)
+            lost = {one.get("name") for one in rows.missing}
+            names = [name for name in names if name not in lost]
+        return rows.ended()
 
 
 def recorded(data: Path = DATA) -> bool:
@@ -259,6 +235,7 @@ class _Worker(GpuWorker):
 
     def _read(self) -> None:
         for what, step in [step for timer in self.job["timers"] for step in self._steps(timer)]:
+            self.send({"type": "step", "what": what})
             with self.attempt(what):  # whatever it raises, the others still have their turn
                 if self._left_s() <= 0:
                     raise LaunchError(f"the {self.job['seconds']:.3g} s for this were over")
@@ -332,7 +309,7 @@ class _Worker(GpuWorker):
 
     def _keep(self, case: _Case, timer: Timer, samples: Message) -> None:
         reading = {"name": case.name, "problem": asdict(case.problem), "timer": timer, "inputs": case.inputs}
-        self.send({"type": "reading", "reading": {**reading, "samples": samples, "enqueue_us": case.enqueue_us}})
+        self.send({"type": "row", "row": {**reading, "samples": samples, "enqueue_us": case.enqueue_us}})
 
     # -- timers
 

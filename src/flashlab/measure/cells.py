@@ -14,7 +14,7 @@ import importlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -157,47 +157,79 @@ class Supervisor:
             self._close(index, death.status, reason)
 
 
+@dataclass
+class Rows:
+    """Rows of one kind that workers send, each appended with the header as it comes: a death costs what was to follow.
+
+    A worker sends `row`s, `step`s whose `what` says what comes next, and `missing`: a `what` that has no row, and the
+    `reason`.
+    """
+
+    kind: type[Base]
+    book: Book
+    options: Options
+    total: int = 0
+    """How many are expected, for the progress."""
+    count: int = 0
+    missing: list[Message] = field(default_factory=list)
+
+    def run(self, job: Message, what: str, **limits_s: float) -> None:
+        """Run a job in one worker; where that ends early, `what` is missing. `limits_s` is what `Worker.run` takes.
+
+        Raises:
+            MissingError, UnsupportedError, LaunchError: it cannot work here, and there is no row of another yet.
+        """
+        job = {"device": self.options.device, "seed": self.options.seed, **job}
+        try:
+            with Worker(self.options.worker) as worker:
+                worker.run(job, self._act, **{"startup_s": self.options.startup_s, **limits_s})
+        except (WorkerDiedError, FlashlabError) as error:
+            if isinstance(error, FlashlabError) and not self.count:
+                raise
+            self.missing.append({"what": what, "reason": str(error)})
+
+    def _act(self, message: Message) -> None:
+        if message["type"] == "hello":
+            self.book.hello(message)
+        elif message["type"] == "missing":
+            self.missing.append(message)
+        elif message["type"] == "step":
+            self.options.progress(self.count, self.total, message["what"])
+        else:
+            row = message["row"]
+            try:
+                store.append(self.book.path, self.kind.model_validate({**self.book.header(), **row}))
+                self.count += 1
+            except ValidationError as error:
+                reason = f"wanted a sound row, got: {error.errors()[0]['msg']}"
+                self.missing.append({"what": row.get("name", "a row"), "reason": reason})
+
+    def ended(self) -> tuple[Path, tuple[str, ...]]:
+        """The file, and what has no row, with the reason.
+
+        Raises:
+            LaunchError: there is no row.
+        """
+        missing = tuple(dict.fromkeys(f"{one['what']}: {one['reason']}" for one in self.missing))
+        if not self.count:
+            raise LaunchError("wanted at least one row, got none: " + "; ".join(missing))
+        return self.book.path, missing
+
+
 def record_rows(
     kind: type[Base], job: Message, options: Options, *, total: int = 0, **limits_s: float
 ) -> tuple[Path, tuple[str, ...]]:
-    """Run a job in one worker to its end, and append each row that it sends to the folder of its kind, with the header.
-
-    The worker sends `row`s, `step`s whose `what` says what comes next, and `missing`, a `what` that has no row and the
-    `reason`. `total` is how many rows are expected; `limits_s` is what `Worker.run` takes.
-
-    Returns:
-        The file, and what has no row, with the reason.
+    """Run a job in one worker, and append its `Rows`; the file, and what has no row, with the reason.
 
     Raises:
         MissingError, UnsupportedError: the worker says that it cannot work here.
-        LaunchError: it dies, a row makes no sense, or there is none.
+        LaunchError: it does not start, or there is no row.
         OutputError: the folder cannot be written.
     """
-    missing: list[str] = []
-    rows = 0
     with Book(options.data, store.FOLDERS[kind]) as book:
-
-        def act(message: Message) -> None:
-            nonlocal rows
-            if message["type"] == "hello":
-                book.hello(message)
-            elif message["type"] == "missing":
-                missing.append(f"{message['what']}: {message['reason']}")
-            elif message["type"] == "step":
-                options.progress(rows, total, message["what"])
-            else:
-                try:
-                    store.append(book.path, kind.model_validate({**book.header(), **message["row"]}))
-                except ValidationError as error:
-                    raise LaunchError(f"wanted a sound row, got: {error.errors()[0]['msg']}") from error
-                rows += 1
-
-        job = {"device": options.device, "seed": options.seed, **job}
-        with Worker(options.worker) as worker:
-            worker.run(job, act, startup_s=options.startup_s, **limits_s)
-        if not rows:
-            raise LaunchError("wanted at least one row, got none: " + "; ".join(missing))
-        return book.path, tuple(missing)
+        rows = Rows(kind, book, options, total)
+        rows.run(job, "the rest", **limits_s)
+        return rows.ended()
 
 
 # --- The worker's side ------------------------------------------------------------------------------------------------
