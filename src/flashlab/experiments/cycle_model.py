@@ -4,7 +4,7 @@ Everything is in cycles per score of one SM, so that the clock's frequency does 
 
 - a floor, `floor`: the cycles that each unit needs for its share of a score, as if the order of things did not matter.
   GEMMs and the FP32 pipe share what an SM can do; exponentials and the ALU pipe are slower while GEMMs run.
-- a loop, `simulate`: groups of four warps on one SM go through their steps, tile after tile. GEMMs queue for the
+- a loop, `loop_of`: groups of four warps on one SM go through their steps, tile after tile. GEMMs queue for the
   tensor cores. Softmaxes share the other units: how fast they are together, by how many there are and whether GEMMs
   run beside them, is measured. What one group cannot fill the others do, as far as there are others.
 
@@ -16,7 +16,7 @@ structure. Nothing is fitted to a kernel's time.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -315,123 +315,104 @@ class Moment(NamedTuple):
     """Scores per cycle of these together."""
 
 
+WARM_TILES, TILES = 16, 64
+
+
 @dataclass
 class _Group:
     """A group of four warps on its way through its steps."""
 
-    at: int = 0
-    left: float = 0.0
+    left: float
     """Of the step that it is at."""
+    at: int = 0
     tiles: int = 0
     gemms: list[tuple[str, float]] = field(default_factory=list)
     """That it issued and that are not done: name and cycles left."""
 
 
-WARM_TILES, TILES = 16, 64
+def _loop(kernel: Kernel, rates: Rates, apart: float = 1.0) -> Iterator[tuple[Moment, Sequence[int]]]:
+    """What goes on on an SM whose groups of four warps go through their steps again and again, each on its own.
 
+    Moment after moment, without an end, each with the tiles that every group has done by then. `apart` is how many
+    cycles later than the one before each group begins.
+    """
+    steps, turns = steps_of(kernel, rates), list[int]()  # who waits for the turn as they came; the first has it
+    speeds = rates.softmax if kernel.maxima else rates.softmax_without_max
 
-class _Sm:
-    """Groups of four warps that go through their steps again and again on one SM, each on its own."""
+    def takes(step: Step) -> float:
+        return step.amount if step.kind in ("softmax", "pause") else 0.0
 
-    def __init__(self, steps: Sequence[Step], groups: int, speeds: Speeds, apart: float = 1.0) -> None:
-        self.clock = 0.0
-        self.moments: list[Moment] = []
-        self.groups = [_Group() for _ in range(groups)]
-        self._steps, self._speeds = steps, speeds
-        self._turn: int | None = None
-        self._waiting: list[int] = []  # for the turn, in the order in which they came
-        for index, group in enumerate(self.groups):
-            # Not all at once: blocks that start together drift apart.
-            group.left = steps[0].amount + apart * index if steps[0].kind in ("softmax", "pause") else 0.0
-        self._settle()
+    # Not all at once: blocks that start together drift apart. The first step of every kernel takes time.
+    groups = [_Group(left=takes(steps[0]) + apart * index) for index in range(kernel.groups_per_sm)]
 
-    @property
-    def tiles(self) -> int:
-        """That every group has done."""
-        return min(group.tiles for group in self.groups)
-
-    def _settle(self) -> None:
-        while any(self._passes(index) for index in range(len(self.groups))):
-            pass
-
-    def _passes(self, index: int) -> bool:
+    def passes(index: int) -> bool:
         """Do what takes no time; whether there was any such step."""
-        group, step = self.groups[index], self._steps[self.groups[index].at]
+        group, step = groups[index], steps[groups[index].at]
         if step.kind == "issue":
             group.gemms.append((step.name, step.amount))
         elif step.kind == "wait":
             if any(name == step.name for name, _ in group.gemms):
                 return False
         elif step.kind == "take turn":
-            if index not in self._waiting and self._turn != index:
-                self._waiting.append(index)
-            if self._turn is not None or self._waiting[0] != index:
+            if index not in turns:
+                turns.append(index)
+            if turns[0] != index:
                 return False
-            self._turn = self._waiting.pop(0)
         elif step.kind == "pass turn":
-            self._turn = None
+            turns.pop(0)
         elif group.left > 0:
             return False
-        group.at += 1
-        if group.at == len(self._steps):
-            group.at, group.tiles = 0, group.tiles + 1
-        entered = self._steps[group.at]
-        if entered.kind in ("softmax", "pause"):
-            group.left = entered.amount
+        group.at = (group.at + 1) % len(steps)
+        group.tiles += group.at == 0
+        group.left = takes(steps[group.at])
         return True
 
-    def go_on(self) -> None:
-        """Until the first of what is under way ends."""
-        exponentiating = [group for group in self.groups if self._steps[group.at].kind == "softmax"]
-        pausing = [group for group in self.groups if self._steps[group.at].kind == "pause"]
-        multiplying = [group.gemms for group in self.groups if group.gemms]
-        by_groups = self._speeds.beside if multiplying else self._speeds.alone
-        number = min(len(exponentiating), max(by_groups))
-        softmax_rate = by_groups[number] / len(exponentiating) if exponentiating else 0.0
-        ends = [group.left / softmax_rate for group in exponentiating]
-        ends += [group.left for group in pausing]
-        ends += [gemms[0][1] * len(multiplying) for gemms in multiplying]
-        passed = min(ends)
-        groups = tuple(enumerate(self.groups))
-        gemms_of = tuple((index, group.gemms[0][0]) for index, group in groups if group.gemms)
-        softmaxes = tuple(index for index, group in groups if self._steps[group.at].kind == "softmax")
-        rate = softmax_rate * len(softmaxes)
-        self.moments.append(Moment(self.clock, self.clock + passed, gemms_of, softmaxes, rate))
-        self.clock += passed
-        for group in exponentiating:
-            group.left = _rest(group.left, passed * softmax_rate)
-        for group in pausing:
-            group.left = _rest(group.left, passed)
-        for gemms in multiplying:
-            name, left = gemms.pop(0)
-            if left := _rest(left, passed / len(multiplying)):
-                gemms.insert(0, (name, left))
-        self._settle()
+    def settle() -> None:
+        while any(passes(index) for index in range(len(groups))):
+            pass
+
+    clock = 0.0
+    settle()
+    while True:
+        gemms = tuple((index, group.gemms[0][0]) for index, group in enumerate(groups) if group.gemms)
+        softmaxes = tuple(index for index, group in enumerate(groups) if steps[group.at].kind == "softmax")
+        by_groups = speeds.beside if gemms else speeds.alone
+        each = by_groups[min(len(softmaxes), max(by_groups))] / len(softmaxes) if softmaxes else 0.0
+        going = dict.fromkeys(softmaxes, each)
+        going |= {index: 1.0 for index, group in enumerate(groups) if steps[group.at].kind == "pause"}
+        ends = [groups[index].left / speed for index, speed in going.items()]
+        ends += [groups[index].gemms[0][1] * len(gemms) for index, _ in gemms]
+        passed = min(ends)  # until the first of what is under way ends
+        moment = Moment(clock, clock + passed, gemms, softmaxes, each * len(softmaxes))
+        clock = moment.stop
+        for index, speed in going.items():
+            groups[index].left = _rest(groups[index].left, passed * speed)
+        for index, _ in gemms:
+            name, left = groups[index].gemms.pop(0)
+            if left := _rest(left, passed / len(gemms)):
+                groups[index].gemms.insert(0, (name, left))
+        settle()
+        yield moment, [group.tiles for group in groups]
 
 
-def simulate(steps: Sequence[Step], groups: int, speeds: Speeds, scores: float) -> float:
-    """Cycles per score of an SM on which so many groups of four warps go through the steps of a tile again and again.
-
-    `speeds` are those of their softmaxes, `scores` those of a tile of one group.
-    """
-    sm = _Sm(steps, groups, speeds)
-    began, warm = 0.0, 0
-    while sm.tiles < TILES:
-        if not began and sm.tiles >= WARM_TILES:
-            began, warm = sm.clock, sum(group.tiles for group in sm.groups)
-        sm.go_on()
-    done = sum(group.tiles for group in sm.groups) - warm
-    return (sm.clock - began) / (done * scores)
+def _rest(left: float, done: float) -> float:
+    """What is left, 0 where rounding is all that is."""
+    return left - done if left - done > 1e-6 else 0.0
 
 
 def loop_of(kernel: Kernel, rates: Rates) -> float:
-    """Cycles per score of a kernel's inner loop, by `simulate`.
+    """Cycles per score of a kernel's inner loop, between the tiles `WARM_TILES` and `TILES` of every group.
 
     Raises:
         NoDataError: as `floor`.
     """
-    scores = float(kernel.group_rows * kernel.keys)
-    return simulate(steps_of(kernel, rates), kernel.groups_per_sm, _speeds(kernel, rates), scores)
+    began, warm = 0.0, 0
+    for moment, tiles in _loop(kernel, rates):
+        if min(tiles) >= TILES:
+            return (moment.stop - began) / ((sum(tiles) - warm) * kernel.group_rows * kernel.keys)
+        if not began and min(tiles) >= WARM_TILES:
+            began, warm = moment.stop, sum(tiles)
+    raise AssertionError("a loop has no end")
 
 
 def moments_of(kernel: Kernel, rates: Rates) -> list[Moment]:
@@ -440,20 +421,12 @@ def moments_of(kernel: Kernel, rates: Rates) -> list[Moment]:
     Raises:
         NoDataError: as `floor`.
     """
-    apart = loop_of(kernel, rates) * kernel.group_rows * kernel.keys
-    sm = _Sm(steps_of(kernel, rates), kernel.groups_per_sm, _speeds(kernel, rates), apart)
-    while sm.tiles < TILES:
-        sm.go_on()
-    return sm.moments
-
-
-def _speeds(kernel: Kernel, rates: Rates) -> Speeds:
-    return rates.softmax if kernel.maxima else rates.softmax_without_max
-
-
-def _rest(left: float, done: float) -> float:
-    """What is left, 0 where rounding is all that is."""
-    return left - done if left - done > 1e-6 else 0.0
+    moments = []
+    for moment, tiles in _loop(kernel, rates, apart=loop_of(kernel, rates) * kernel.group_rows * kernel.keys):
+        moments.append(moment)
+        if min(tiles) >= TILES:
+            break
+    return moments
 
 
 # --- A whole call -----------------------------------------------------------------------------------------------------
