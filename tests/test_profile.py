@@ -203,15 +203,14 @@ def test_what_was_profiled_is_kept_whatever_comes_after_it(
     found, said = _profile(tmp_path, "05_wmma")
     assert (found[0].stage, found[0].lines) == ("05_wmma", ())
     assert "05_wmma: no lines: wanted nvdisasm, found none" in said
-    run = profile._Profiler.run
+    under_ncu = profile.under_ncu
 
-    def broken_off(self: Any, stage_ids: Any) -> None:
-        if stage_ids == ["16_ones_column"]:
+    def broken_off(*what: Any, job: Any, **how: Any) -> Any:
+        if job["stages"] == ["16_ones_column"]:
             raise KeyboardInterrupt
-        if len(stage_ids) == 1:
-            run(self, stage_ids)
+        return under_ncu(*what, job=job, **how) if len(job["stages"]) == 1 else []
 
-    monkeypatch.setattr(profile._Profiler, "run", broken_off)
+    monkeypatch.setattr(profile, "under_ncu", broken_off)
     with pytest.raises(KeyboardInterrupt):
         profile.profile(["00_naive", "05_wmma", "16_ones_column"], FIRST, Options(data=tmp_path / "other"))
     assert [one.stage for one in store.records(SLUG, schema.StageProfile, tmp_path / "other")] == [

@@ -366,112 +366,94 @@ def profile(
             say("all of it is on record; nothing was profiled")
             return None, ()
     with Book(options.data, "profiles") as book:
-        profiler = _Profiler(book, problem, able, tool, options)
+        say(f"compiling {len(able)} stages")
+        plain, lined = _compiled(able, problem, options), _compiled(able, problem, options, line_info=True)
+        known = available()
+        metrics = [name for name in METRICS if not known or name.split(".")[0] in known]
+        if len(metrics) < len(METRICS):
+            say(f"unknown here: {', '.join(sorted(set(METRICS) - set(metrics)))}")
+        profiles: dict[str, StageProfile] = {}
+
+        def run(stage_ids: Sequence[str]) -> None:
+            """Launch stages in one process under ncu, and record what came of each."""
+            launched: dict[str, Message] = {}
+
+            def act(message: Message) -> None:
+                if message["type"] == "hello":
+                    book.hello(message)
+                else:
+                    launched[message["stage"]] = message
+
+            job = {"stages": list(stage_ids), "problem": asdict(problem)}
+            launches = under_ncu(
+                metrics,
+                options.worker,
+                kernels="^attention_",
+                extra=(*SAMPLES, "--profile-from-start", "off"),
+                options=options,
+                job={**job, "device": options.device, "seed": options.seed},
+                act=act,
+            )
+            by_kernel = {launch.kernel: launch for launch in launches}
+            seen = {name: by_kernel[able[name].entry] for name in launched if able[name].entry in by_kernel}
+
+            def lines(name: str) -> tuple[LineStalls, ...] | str:
+                return _lines(seen[name], able[name], launched[name]["sha256"], plain.get(name), lined.get(name))
+
+            with ThreadPoolExecutor() as pool:  # most of it is waiting for disassemblers
+                lines_of = dict(zip(seen, pool.map(lines, seen), strict=True))
+            for name, found in lines_of.items():
+                if isinstance(found, str):
+                    say(f"{name}: no lines: {found}")
+                    found = ()
+                profiles[name] = _record(book, problem, tool, launched[name], seen[name], found)
+                store.append(book.path, profiles[name])
+
         say(f"profiling {', '.join(able)}")
-        profiler.run(list(able))
-        for stage_id in [name for name in able if name not in profiler.profiles]:
+        run(list(able))
+        for stage_id in [name for name in able if name not in profiles]:
             if len(able) > 1:
                 say(f"profiling {stage_id} in a process of its own")
-                profiler.run([stage_id])
-            if stage_id not in profiler.profiles:
+                run([stage_id])
+            if stage_id not in profiles:
                 say(f"{stage_id}: not profiled")
-        if not profiler.profiles:
+        if not profiles:
             raise LaunchError(f"wanted a profile of {', '.join(able)} at {problem.label}, got none from ncu")
-        return book.path, tuple(profiler.profiles.values())
+        return book.path, tuple(profiles.values())
 
 
-class _Profiler:
-    """Runs ncu over stages, and records what it saw of each."""
+def _lines(
+    launch: Launch, stage: Stage, sha256: str, launched: Cubin | None, lined: Cubin | None
+) -> tuple[LineStalls, ...] | str:
+    """The lines of a launch with the most samples, or why there are none."""
+    try:
+        reason = why_no_lines(launch, sha256, launched, lined)
+        return trace(launch, stage, lined)[:LINES] if lined and not reason else reason or ""
+    except FlashlabError as error:  # no disassembler, say: what ncu counted is worth a record without it
+        return str(error)
 
-    def __init__(self, book: Book, problem: Problem, stages: Mapping[str, Stage], tool: str, options: Options) -> None:
-        self.profiles: dict[str, StageProfile] = {}
-        """What is recorded, by stage."""
-        self._book = book
-        self._problem = problem
-        self._stages = stages
-        self._tool = tool
-        self._options = options
-        options.note(f"compiling {len(stages)} stages")
-        self._plain = _compiled(stages, problem, options)
-        self._lined = _compiled(stages, problem, options, line_info=True)
-        known = available()
-        self._metrics = [name for name in METRICS if not known or name.split(".")[0] in known]
-        if len(self._metrics) < len(METRICS):
-            options.note(f"unknown here: {', '.join(sorted(set(METRICS) - set(self._metrics)))}")
 
-    def run(self, stage_ids: Sequence[str]) -> None:
-        """Launch stages in one process under ncu, and record what came of each."""
-        launched: dict[str, Message] = {}
-
-        def act(message: Message) -> None:
-            if message["type"] == "hello":
-                self._book.hello(message)
-            else:
-                launched[message["stage"]] = message
-
-        launches = under_ncu(
-            self._metrics,
-            self._options.worker,
-            kernels="^attention_",
-            extra=(*SAMPLES, "--profile-from-start", "off"),
-            options=self._options,
-            job={
-                "stages": list(stage_ids),
-                "problem": asdict(self._problem),
-                "device": self._options.device,
-                "seed": self._options.seed,
-            },
-            act=act,
-        )
-        by_kernel = {launch.kernel: launch for launch in launches}
-        entries = {name: self._stages[name].entry for name in launched}
-        pairs = {name: by_kernel[entry] for name, entry in entries.items() if entry in by_kernel}
-        with ThreadPoolExecutor() as pool:  # most of it is waiting for disassemblers
-            lines = {
-                name: pool.submit(self._lines, name, launch, launched[name]["sha256"]) for name, launch in pairs.items()
-            }
-        # What ends this process later does not take these along.
-        for name, launch in pairs.items():
-            self._record(name, launch, launched[name], lines[name].result())
-
-    def _lines(self, stage_id: str, launch: Launch, sha256: str) -> tuple[LineStalls, ...] | str:
-        """The lines of a launch with the most samples, or why there are none."""
-        lined = self._lined.get(stage_id)
-        try:
-            reason = why_no_lines(launch, sha256, self._plain.get(stage_id), lined)
-            return trace(launch, self._stages[stage_id], lined)[:LINES] if lined and not reason else reason or ""
-        except FlashlabError as error:  # no disassembler, say: what ncu counted is worth a record without it
-            return str(error)
-
-    def _record(self, stage_id: str, launch: Launch, launched: Message, lines: tuple[LineStalls, ...] | str) -> None:
-        if isinstance(lines, str):
-            self._options.note(f"{stage_id}: no lines: {lines}")
-            lines = ()
-        totals: Counter[str] = Counter()
-        for states in launch.samples.values():
-            totals.update(states)
-        header = self._book.header()
-        record = StageProfile(
-            gpu=header["gpu"].name,
-            commit=self._book.source.commit,
-            dirty=self._book.source.dirty,
-            metrics=dict(launch.metrics),
-            run=header["run"],
-            stage=stage_id,
-            problem=self._problem,
-            parameters=launched["parameters"],
-            cubin_sha256=launched["sha256"],
-            tile_q=launched["tile_q"],
-            ncu=self._tool,
-            samples=dict(totals.most_common()),
-            lines=lines,
-            time=header["time"],
-            device=header["gpu"],
-            software=header["software"],
-            start=header["start"],
-        )
-        store.append(self._book.path, record)
-        self.profiles[stage_id] = record
+def _record(
+    book: Book, problem: Problem, tool: str, launched: Message, launch: Launch, lines: tuple[LineStalls, ...]
+) -> StageProfile:
+    totals: Counter[str] = Counter()
+    for states in launch.samples.values():
+        totals.update(states)
+    header = book.header()
+    return StageProfile(
+        gpu=header["gpu"].name,
+        device=header["gpu"],
+        commit=book.source.commit,
+        dirty=book.source.dirty,
+        **{name: header[name] for name in ("run", "time", "software", "start")},
+        **{name: launched[name] for name in ("stage", "parameters", "tile_q")},
+        cubin_sha256=launched["sha256"],
+        problem=problem,
+        ncu=tool,
+        metrics=dict(launch.metrics),
+        samples=dict(totals.most_common()),
+        lines=lines,
+    )
 
 
 def _compiled(
