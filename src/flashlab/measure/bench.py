@@ -22,7 +22,7 @@ from flashlab.kernels import registry
 from flashlab.kernels.registry import Implementation
 from flashlab.measure import ceilings as limits
 from flashlab.measure import timer as timing
-from flashlab.measure.cells import Cell, Supervisor
+from flashlab.measure.cells import Cell, supervise
 from flashlab.measure.harness import Book, Message
 from flashlab.measure.options import STEP_CALLS
 from flashlab.measure.options import Options as Options
@@ -88,7 +88,7 @@ def measure(
                 store.append(book.path, record)
 
         wanted = [Cell(None, list(ceilings)), *(Cell(problem, list(names)) for problem, names in cells)]
-        Supervisor(wanted, book, options, append).run({"plan": asdict(plan)}, implementations)
+        supervise(wanted, book, options, {"plan": asdict(plan)}, implementations, append)
         return book.path
 
 

@@ -61,100 +61,76 @@ class Cell:
         return " ".join(filter(None, (self.problem.label if self.problem else "ceilings", self.layout)))
 
 
-class Supervisor:
-    """Runs a job to its end, however many workers that takes.
+def supervise(
+    cells: Sequence[Cell],
+    book: Book,
+    options: Options,
+    job: Message,
+    implementations: Mapping[str, Implementation],
+    row: Callable[[Cell, str, Message], None],
+    closed: Callable[[Cell], None] = lambda _: None,
+) -> None:
+    """Run a job until there is a row of every implementation of every cell, however many workers that takes.
 
     Args:
         row: takes what a worker says of an implementation, its `status` and `reason` alone where that is lost;
             ValidationError, KeyError or TypeError where it makes no sense.
         closed: called when nothing more will come of a cell.
+
+    Raises:
+        MissingError, UnsupportedError: the worker says that it cannot work here.
+        LaunchError: it dies before it has begun.
     """
+    left = {index: cell for index, cell in enumerate(cells) if cell.pending}
+    total = sum(len(cell.pending) for cell in cells)
+    job = {**job, "device": options.device, "seed": options.seed}
+    job |= {"implementations": to_jsonable_python(implementations)}
 
-    def __init__(
-        self,
-        cells: Sequence[Cell],
-        book: Book,
-        options: Options,
-        row: Callable[[Cell, str, Message], None],
-        closed: Callable[[Cell], None] = lambda _: None,
-    ) -> None:
-        self._book, self._row, self._closed = book, row, closed
-        self._left = {index: cell for index, cell in enumerate(cells) if cell.pending}
-        self._total = sum(len(cell.pending) for cell in cells)
-        self._options = options
+    def take(index: int, name: str, said: Message) -> None:
+        cell = left[index]
+        row(cell, name, said)
+        cell.pending.remove(name)
+        if not cell.pending:
+            closed(left.pop(index))
 
-    def run(self, job: Message, implementations: Mapping[str, Implementation]) -> None:
-        """Until every row is there.
+    def give_up(index: int, status: Status, reason: str) -> None:
+        for name in list(left[index].pending):
+            take(index, name, {"status": status, "reason": reason})
 
-        Raises:
-            MissingError, UnsupportedError: the worker says that it cannot work here.
-            LaunchError: it dies before it has begun.
-        """
-        options = self._options
-        job = {
-            **job,
-            "device": options.device,
-            "seed": options.seed,
-            "implementations": to_jsonable_python(implementations),
-        }
-        while self._left:
-            job["cells"] = [{"index": index, **asdict(cell)} for index, cell in self._left.items()]
-            with Worker(options.worker) as worker:
-                try:
-                    worker.run(job, self._act, startup_s=options.startup_s, step_s=options.timeout_s)
-                except WorkerDiedError as death:
-                    self._bury(death)
-                    continue
-            for index in list(self._left):
-                self._close(index, "error", NO_RESULT)
-
-    def _act(self, message: Message) -> None:
+    def act(message: Message) -> None:
         """KeyError, TypeError or ValueError where the message makes no sense."""
         kind = message["type"]
         if kind == "hello":
-            self._book.hello(message)
-        elif kind == "step":
-            self._step(message)
-        elif kind == "row":
-            cell, name = self._left[message["cell"]], message["name"]
-            if name not in cell.pending:
-                raise KeyError(f"row of {name!r}, which is not pending")
-            self._row(cell, name, message["row"])
-            cell.pending.remove(name)
-            if not cell.pending:
-                self._closed(self._left.pop(message["cell"]))
-        else:
+            book.hello(message)
+            return
+        if kind not in ("step", "row"):
             raise KeyError(kind)
+        cell, name = left[message["cell"]], message["name"]
+        if name not in cell.pending and (name or kind == "row"):
+            raise KeyError(f"{kind} of {name!r}, which is not pending")
+        if kind == "row":
+            take(message["cell"], name, message["row"])
+            return
+        done = total - sum(len(one.pending) for one in left.values())
+        options.progress(done, total, " · ".join(filter(None, (cell.label, name, message["what"]))))
 
-    def _step(self, message: Message) -> None:
-        cell, name = self._left[message["cell"]], message["name"]
-        if name and name not in cell.pending:
-            raise KeyError(f"step of {name!r}, which is not pending")
-        done = self._total - sum(len(one.pending) for one in self._left.values())
-        text = " · ".join(filter(None, (cell.label, name, message["what"])))
-        self._options.progress(done, self._total, text)
-
-    def _close(self, index: int, status: Status, reason: str) -> None:
-        cell = self._left.pop(index)
-        for name in cell.pending:
-            self._row(cell, name, {"status": status, "reason": reason})
-        self._closed(cell)
-
-    def _bury(self, death: WorkerDiedError) -> None:
-        """Charge a death to what was in hand, so that the next worker leaves it out."""
-        step = death.step
-        if step is None:
-            raise LaunchError(f"wanted a worker process that starts, got: {death.reason}") from death
-        index, name = step["cell"], step["name"]
-        reason = f"{step['what']}: {death.reason}"[:REASON_CHARS]
-        cell = self._left.get(index)
-        if cell is None:
-            return  # It died between two problems, and there is nobody to charge.
-        if name in cell.pending:
-            cell.pending.remove(name)
-            self._row(cell, name, {"status": death.status, "reason": reason})
-        if not name or not cell.pending:
-            self._close(index, death.status, reason)
+    while left:
+        job["cells"] = [{"index": index, **asdict(cell)} for index, cell in left.items()]
+        try:
+            with Worker(options.worker) as worker:
+                worker.run(job, act, startup_s=options.startup_s, step_s=options.timeout_s)
+            for index in list(left):
+                give_up(index, "error", NO_RESULT)
+        except WorkerDiedError as death:  # what was in hand is charged, so that the next worker leaves it out
+            if death.step is None:
+                raise LaunchError(f"wanted a worker process that starts, got: {death.reason}") from death
+            index, name = death.step["cell"], death.step["name"]
+            reason = f"{death.step['what']}: {death.reason}"[:REASON_CHARS]
+            cell = left.get(index)
+            if cell is not None and name in cell.pending:
+                take(index, name, {"status": death.status, "reason": reason})
+            elif cell is not None and not name:
+                give_up(index, death.status, reason)
 
 
 @dataclass

@@ -24,7 +24,7 @@ from flashlab.core.problem import Problem
 from flashlab.kernels import registry as stages
 from flashlab.measure import bench, harness
 from flashlab.measure.bench import compile_ahead
-from flashlab.measure.cells import Cell, GpuWorker, Supervisor, need, refusal
+from flashlab.measure.cells import Cell, GpuWorker, need, refusal, supervise
 from flashlab.measure.harness import Book, Message, Send
 from flashlab.measure.options import Options
 from flashlab.record import store
@@ -115,7 +115,7 @@ def check_stages(
                 _append(book, of_case.pop(id(cell)))
 
         try:
-            Supervisor(cells, book, options, take, append).run({"emulate": emulate, "suite": suite}, named)
+            supervise(cells, book, options, {"emulate": emulate, "suite": suite}, named, take, append)
         finally:  # what there is of cases that were broken off
             for cell in cells:
                 append(cell)
