@@ -30,7 +30,7 @@ from flashlab.core.paths import DATA, KERNELS
 from flashlab.measure import bench
 from flashlab.measure.harness import Book, greeting
 from flashlab.measure.options import Options
-from flashlab.measure.timer import CudaBackend, MicroParams
+from flashlab.measure.timer import MicroParams
 from flashlab.record import store
 from flashlab.record.schema import ChipReading
 from flashlab.run import gpu
@@ -239,38 +239,6 @@ def block_of(case: Case, words: Sequence[int]) -> Block:
     return Block(value=value, beside=beside, stamps=stamps)
 
 
-class _Runner:
-    """Launches cases on one GPU."""
-
-    def __init__(self, device: int) -> None:
-        self.info = gpu.info(device)
-        if self.info.arch != ARCH:
-            raise UnsupportedError(f"wanted a GPU that runs {ARCH}, which has wgmma, got {self.info.arch}")
-        self.device = device
-        self._backend = CudaBackend(device)  # makes the context current
-        longest = max(case.threads // 32 * (_WORDS + case.stamps) for case in CASES.values())
-        self._out = gpu.Zeroed(device, 8 * longest * self.info.sm_count)
-        self._in = gpu.Zeroed(device, _INPUT_BYTES)
-
-    def words(self, case: Case, function: gpu.Function, blocks: int) -> list[list[int]]:
-        """One launch; the words of each block."""
-        size = case.threads // 32 * (_WORDS + case.stamps)
-        launch = gpu.Launch(
-            function,
-            grid=(blocks, 1, 1),
-            block=(case.threads, 1, 1),
-            smem_bytes=case.smem_bytes,
-            params=(MicroParams(self._out.pointer, self._in.pointer, case.count, case.repeats),),
-            stream=0,
-        )
-        gpu.call("cuMemsetD8", self._out.pointer, 0, self._out.size_bytes)
-        launch()
-        gpu.call("cuCtxSynchronize")
-        host = (ctypes.c_longlong * (size * blocks))()
-        gpu.call("cuMemcpyDtoH", ctypes.addressof(host), self._out.pointer, ctypes.sizeof(host))
-        return [list(host[at : at + size]) for at in range(0, size * blocks, size)]
-
-
 def measure(
     names: Sequence[str] | None = None,
     *,
@@ -293,8 +261,9 @@ def measure(
         LaunchError, OutputError, MissingPackageError: as they say.
     """
     options, chosen = options or Options(), choose(names)
-    runner = _Runner(options.device)
-    info = runner.info
+    info = gpu.info(options.device)
+    if info.arch != ARCH:
+        raise UnsupportedError(f"wanted a GPU that runs {ARCH}, which has wgmma, got {info.arch}")
 
     def build(case: Case) -> tuple[Case, Cubin, dict[str, int]]:
         cubin = compile_case(case)
@@ -306,16 +275,35 @@ def measure(
         compiled = [one for one in compiled if (one[0].name, one[1].sha256) not in done]
         if not compiled:
             return None
-    with Book(options.data, "chip") as book:
+    widest = max(case.threads // 32 * (_WORDS + case.stamps) for case in chosen)
+    out, numbers = (gpu.Zeroed(options.device, size) for size in (8 * widest * info.sm_count, _INPUT_BYTES))
+
+    def launched(case: Case, function: gpu.Function, blocks: int) -> list[Block]:
+        """What each block of one launch says."""
+        size = case.threads // 32 * (_WORDS + case.stamps)
+        gpu.call("cuMemsetD8", out.pointer, 0, out.size_bytes)
+        gpu.Launch(
+            function,
+            grid=(blocks, 1, 1),
+            block=(case.threads, 1, 1),
+            smem_bytes=case.smem_bytes,
+            params=(MicroParams(out.pointer, numbers.pointer, case.count, case.repeats),),
+            stream=0,
+        )()
+        gpu.call("cuCtxSynchronize")
+        host = (ctypes.c_longlong * (size * blocks))()
+        gpu.call("cuMemcpyDtoH", ctypes.addressof(host), out.pointer, ctypes.sizeof(host))
+        return [block_of(case, host[at : at + size]) for at in range(0, size * blocks, size)]
+
+    with Book(options.data, "chip") as book, gpu.context(options.device):
         book.hello(greeting(info))
         for done_cases, (case, cubin, opcodes) in enumerate(compiled):
             options.progress(done_cases, len(compiled), case.name)
             function = gpu.load(cubin, options.device, smem_bytes=case.smem_bytes)
-            runner.words(case, function, 1)  # the first launch loads it, and finds the instructions in no cache
-            alone = [block_of(case, runner.words(case, function, 1)[0]) for _ in range(launches)]
+            launched(case, function, 1)  # the first launch loads it, and finds the instructions in no cache
+            alone = [launched(case, function, 1)[0] for _ in range(launches)]
             together = [
-                median(block_of(case, words).value for words in runner.words(case, function, info.sm_count))
-                for _ in range(launches)
+                median(block.value for block in launched(case, function, info.sm_count)) for _ in range(launches)
             ]
             reading = ChipReading(
                 **book.header(),
