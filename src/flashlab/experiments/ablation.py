@@ -29,7 +29,7 @@ from flashlab.experiments import levers
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Implementation
 from flashlab.measure import bench
-from flashlab.measure.options import Options, Plan
+from flashlab.measure.options import OPTIONS, Options, Plan
 from flashlab.record.schema import Ablation, Part
 from flashlab.run import choice, gpu
 
@@ -96,7 +96,7 @@ def measure(
     *,
     problem: Problem | None = None,
     plan: Plan = PLAN,
-    options: Options | None = None,
+    options: Options = OPTIONS,
 ) -> Path | None:
     """Measure axes on one problem, and append a record a level to data/<gpu>/ablations/<run>.jsonl.
 
@@ -109,7 +109,6 @@ def measure(
         ParameterError: no such axis.
         NoGpuError, LaunchError, MissingPackageError, OutputError: as they say.
     """
-    options = options or Options()
     problem = problem or Problem.parse(FIRST_SHAPE)
     groups = []
     for axis in choose(names):
@@ -157,7 +156,7 @@ def split(
     *,
     problems: Sequence[Problem] | None = None,
     plan: Plan = PLAN,
-    options: Options | None = None,
+    options: Options = OPTIONS,
 ) -> Path | None:
     """Time stages with each part of their work left out, interleaved; the records go to data/<gpu>/parts/<run>.jsonl.
 
@@ -171,7 +170,6 @@ def split(
         ParameterError: a stage whose parts cannot be left out.
         NoGpuError, LaunchError, MissingPackageError, OutputError: as they say.
     """
-    options = options or Options()
     chosen = tuple(dict.fromkeys(stage_ids or SPLIT_STAGES))
     for stage_id in chosen:
         if stage_id not in SPLIT_STAGES:
@@ -197,7 +195,7 @@ def measure_levers(
     *,
     problems: Sequence[Problem] = levers.PROBLEMS,
     plan: Plan = LEVER_PLAN,
-    options: Options | None = None,
+    options: Options = OPTIONS,
 ) -> Path | None:
     """Measure levers beside their stages as they are; the records go to data/<gpu>/ablations/<run>.jsonl.
 
@@ -211,7 +209,6 @@ def measure_levers(
         ParameterError: no such lever, or one that does not fit its stage's source.
         NoGpuError, LaunchError, MissingPackageError, OutputError: as they say.
     """
-    options = options or Options()
     chosen = levers.choose(names)
     files = {lever.name: lever.write() for lever in chosen}
     here = gpu.info(options.device)

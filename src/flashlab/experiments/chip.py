@@ -29,7 +29,7 @@ from flashlab.core.errors import CompileError, NoDataError, ParameterError, Unsu
 from flashlab.core.paths import DATA, KERNELS
 from flashlab.measure import bench
 from flashlab.measure.harness import Book, greeting
-from flashlab.measure.options import Options
+from flashlab.measure.options import OPTIONS, Options
 from flashlab.measure.timer import MicroParams
 from flashlab.record import store
 from flashlab.record.schema import ChipReading
@@ -243,7 +243,7 @@ def measure(
     names: Sequence[str] | None = None,
     *,
     launches: int = LAUNCHES,
-    options: Options | None = None,
+    options: Options = OPTIONS,
 ) -> Path | None:
     """Run cases and append a record of each to a new file of data/<gpu>/chip.
 
@@ -260,7 +260,7 @@ def measure(
         CompileError: a case's machine code is not what it must be.
         LaunchError, OutputError, MissingPackageError: as they say.
     """
-    options, chosen = options or Options(), choose(names)
+    chosen = choose(names)
     info = gpu.info(options.device)
     if info.arch != ARCH:
         raise UnsupportedError(f"wanted a GPU that runs {ARCH}, which has wgmma, got {info.arch}")

@@ -45,7 +45,7 @@ from flashlab.experiments.evidence import (
 )
 from flashlab.kernels import peers, registry
 from flashlab.measure import bench, ceilings, harness
-from flashlab.measure.options import Options
+from flashlab.measure.options import OPTIONS, Options
 from flashlab.query.frame import grouped
 from flashlab.query.kinship import KINSHIPS, MODELS, kinship
 from flashlab.query.select import Results
@@ -538,7 +538,7 @@ def plans(stages: Sequence[str] | None = None) -> tuple[Plan, Plan]:
 def measure(
     *,
     stages: Sequence[str] | None = None,
-    options: Options | None = None,
+    options: Options = OPTIONS,
 ) -> tuple[Path, ...]:
     """Measure what judges the claims, in a few minutes: `plans`, limits, ablations, parts and single calls.
 
@@ -552,7 +552,6 @@ def measure(
     Raises:
         As `bench.run`.
     """
-    options = options or Options()
     limits = [name for entry in _entries() for name in entry.names if name in ceilings.CEILINGS]
     made: list[Path | None] = []
     for plan, of_gpu in zip(plans(stages), (limits, ()), strict=True):

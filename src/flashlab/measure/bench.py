@@ -24,7 +24,7 @@ from flashlab.measure import ceilings as limits
 from flashlab.measure import timer as timing
 from flashlab.measure.cells import Cell, supervise
 from flashlab.measure.harness import Book, Message
-from flashlab.measure.options import STEP_CALLS
+from flashlab.measure.options import OPTIONS, PLAN, STEP_CALLS
 from flashlab.measure.options import Options as Options
 from flashlab.measure.options import Plan as Plan
 from flashlab.measure.options import plan_of as plan_of
@@ -137,9 +137,9 @@ def run(
     peers: Sequence[str] | None = None,
     sources: Mapping[str, Path] | None = None,
     only: Callable[[Problem, str], bool] | None = None,
-    plan: Plan | None = None,
+    plan: Plan = PLAN,
     ceilings: bool | Sequence[str] = True,
-    options: Options | None = None,
+    options: Options = OPTIONS,
 ) -> Path | None:
     """Check and time stages and peers on each problem, and append the records to data/<gpu>/runs/<run>.jsonl.
 
@@ -156,7 +156,6 @@ def run(
         As `measure`; UnknownStageError, ParameterError: names that make no sense; before any GPU work.
     """
     named = implementations_of(stages, libraries.default_names(problems) if peers is None else peers, sources)
-    plan, options = plan or Plan(), options or Options()
     wanted = limits.require(limits.CEILINGS if ceilings is True else ceilings or ())
     if not problems and not wanted:
         raise ParameterError("wanted at least one problem or ceiling to measure, got none")
@@ -400,7 +399,7 @@ def estimate(
     stages: Sequence[str] | None = None,
     peers: Sequence[str] | None = None,
     sources: Mapping[str, Path] | None = None,
-    plan: Plan | None = None,
+    plan: Plan = PLAN,
     ceilings: bool | Sequence[str] = True,
     known: Sequence[Measurement] = (),
 ) -> tuple[tuple[Estimate, ...], float]:
@@ -414,7 +413,6 @@ def estimate(
         known: rows on record, the newest last.
     """
     named = implementations_of(stages, libraries.default_names(problems) if peers is None else peers, sources)
-    plan = plan or Plan()
     built: set[tuple[str, Problem]] = set()
     estimates = []
     for problem in problems:

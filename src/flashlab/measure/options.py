@@ -65,6 +65,9 @@ class Options:
         _not_negative(device=self.device)
 
 
+OPTIONS = Options()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """How much is measured of each problem.
@@ -133,6 +136,7 @@ class Plan:
         )
 
 
+PLAN = Plan()
 STEP_CALLS = 8
 """In a CUDA graph, at least."""
 _BRIEF = Plan(
@@ -160,9 +164,9 @@ PLANS: Mapping[str, Plan] = {
     "decode": replace(BURSTS, samples=30, cold_samples=10, step_samples=30),
     "fp8": BURSTS,
 }
-"""Of the suites that want their own; `Plan()` of the others."""
+"""Of the suites that want their own; `PLAN` of the others."""
 
 
 def plan_of(suite: str) -> Plan:
     """How a suite is measured."""
-    return PLANS.get(suite, Plan())
+    return PLANS.get(suite, PLAN)

@@ -35,7 +35,7 @@ from flashlab.core.problem import FIRST_SHAPE, MASKS, DType, Mask, Problem
 from flashlab.kernels import peers, registry
 from flashlab.kernels.registry import Implementation, Stage
 from flashlab.measure import bench
-from flashlab.measure.options import BURSTS, Options, Plan
+from flashlab.measure.options import BURSTS, OPTIONS, Options, Plan
 from flashlab.record import schema, store
 from flashlab.record.schema import Tuning
 from flashlab.run import choice, gpu
@@ -280,7 +280,7 @@ def tune(
     limit: int = LIMIT,
     shapes: Sequence[str] | None = None,
     inputs: str = NORMAL,
-    options: Options | None = None,
+    options: Options = OPTIONS,
 ) -> Tuned:
     """Tune a stage for one head dim, mask and element type, and record every variant.
 
@@ -294,7 +294,6 @@ def tune(
         CompileError: no variant compiles.
         NoGpuError, LaunchError, MissingPackageError, OutputError: as they say.
     """
-    options = options or Options()
     stage = registry.get(stage_id)
     problems = problems_of(head_dim=head_dim, mask=mask, dtype=dtype, shapes=shapes, inputs=inputs)
     here = gpu.info(options.device)
@@ -375,7 +374,7 @@ def _staying(key: Key, arch: str, slug: str, data: Path) -> list[Variant]:
 def tune_all(
     tasks: Sequence[Task],
     *,
-    options: Options | None = None,
+    options: Options = OPTIONS,
 ) -> list[Tuned]:
     """`tune` for several short lists: everything is compiled first, then one worker times all, a single round each.
 
@@ -385,7 +384,6 @@ def tune_all(
     Raises:
         As `tune`; a task whose stage this GPU does not run, or of which nothing compiles, is announced and left out.
     """
-    options = options or Options()
     here = gpu.info(options.device)
     able = []
     for task in tasks:
