@@ -619,17 +619,11 @@ def repair(gpu: str, data: Path = DATA, *, host: Mapping[str, str] | None = None
             if mend.action == "remove":
                 mend.path.unlink(missing_ok=True)
                 sums.pop(name, None)
-                continue
-            if mend.torn:
+            elif mend.action != "make":
                 _set_aside(mend, folder, sums)
-            if (
-                mend.path.is_file()
-                and mend.path.name != CHECKSUMS
-                and not _damage_within(name, mend.path, signature(mend.path))
-            ):
-                sums[name] = digest(mend.path.read_bytes())
-    here = _newest_gpu(gpu, data)
-    if here and any(mend.path == folder / "machine.json" for mend in todo):
+                if not _damage_within(name, mend.path, signature(mend.path)):
+                    sums[name] = digest(mend.path.read_bytes())
+    if not (folder / "machine.json").is_file() and (here := _newest_gpu(gpu, data)):
         write_machine(Machine(gpu=here, host=dict(host or {})), data)
     return todo
 
@@ -647,6 +641,8 @@ def _torn(path: Path, content: bytes) -> dict[int, bytes]:
 
 def _set_aside(mend: Mend, folder: Path, sums: dict[str, str]) -> None:
     """Move torn lines to `aside/`: first there, so that none is ever nowhere."""
+    if not mend.torn:
+        return
     aside = folder / "aside" / mend.path.name
     aside.parent.mkdir(exist_ok=True)
     name = mend.path.relative_to(folder).as_posix()
