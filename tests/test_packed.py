@@ -18,6 +18,7 @@ from flashlab.core.errors import LaunchError, NoGpuError, ParameterError
 from flashlab.core.problem import Problem
 from flashlab.experiments import packed
 from flashlab.measure import cells
+from flashlab.measure.harness import WorkerDiedError
 from flashlab.record import store
 from flashlab.record.schema import PackedRun
 from flashlab.run import gpu
@@ -222,6 +223,8 @@ def test_what_a_worker_sends_is_on_record_with_the_header(tmp_path: Path, monkey
         def run(self, job: Any, act: Any, **_: Any) -> None:
             assert (job["names"], job["device"]) == (packed.NAMES, 0)
             for message in sent:
+                if message["type"] == "death":
+                    raise WorkerDiedError("crashed", "killed by SIGSEGV")
                 act(message)
 
     monkeypatch.setattr(cells, "Worker", Fake)
@@ -231,6 +234,11 @@ def test_what_a_worker_sends_is_on_record_with_the_header(tmp_path: Path, monkey
     (read,), damage = store.read(path, PackedRun)
     assert not damage
     assert (read.name, read.lengths, read.run) == ("padded", (100, 300), path.stem)
+    sent.append({"type": "death"})
+    path, missing = packed.measure(distributions=["short"], options=options)
+    assert len(store.read(path, PackedRun)[0]) == 1
+    assert missing[1:] == ("the rest: killed by SIGSEGV",)
+    sent.pop()
     sent[2] = {"type": "row", "row": {**row, "heads": 0}}
     with pytest.raises(LaunchError, match="wanted a sound row"):
         packed.measure(distributions=["short"], options=options)
