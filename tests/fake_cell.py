@@ -70,7 +70,7 @@ def come_to(harm: str, plan: dict[str, Any]) -> None:
         plan["00_naive"] = plan["sdpa"] = "fatal"
     if harm == "memory":  # what a worker says of what does not fit into the GPU's memory
         error = refusal(type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory"))
-        plan["refused"] = dict.fromkeys(NAMES, (error.status, error.reason))
+        plan["refused"] = dict.fromkeys(NAMES, tuple(error.values()))
     if harm == "lost":  # no GPU answers any more
         plan["start"] = "exit"
     if harm == "disk":

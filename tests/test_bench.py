@@ -863,12 +863,12 @@ def test_errors_become_statuses() -> None:
     class OutOfMemoryError(RuntimeError):
         pass
 
-    assert refusal(errors.UnsupportedError("too old")).status == "unsupported"
-    assert refusal(errors.MissingPackageError("no torch")).status == "missing"
-    assert refusal(RuntimeError("No available kernel. Aborting execution.")).status == "unsupported"
-    assert refusal(OutOfMemoryError("CUDA out of memory")).status == "unsupported"
-    assert refusal(ZeroDivisionError("oh")).status == "error"
-    assert refusal(ZeroDivisionError("oh")).reason == "ZeroDivisionError: oh"
+    assert refusal(errors.UnsupportedError("too old"))["status"] == "unsupported"
+    assert refusal(errors.MissingPackageError("no torch"))["status"] == "missing"
+    assert refusal(RuntimeError("No available kernel. Aborting execution."))["status"] == "unsupported"
+    assert refusal(OutOfMemoryError("CUDA out of memory"))["status"] == "unsupported"
+    assert refusal(ZeroDivisionError("oh"))["status"] == "error"
+    assert refusal(ZeroDivisionError("oh"))["reason"] == "ZeroDivisionError: oh"
 
 
 def test_the_worker_checks_on_while_the_emulator_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,28 +223,25 @@ def need(module: str) -> Any:
 
 
 class RefusedError(Exception):
-    """An implementation that gives no time: its row's status and reason, and what else the row says."""
+    """An implementation that gives no time, and its row: status, reason, and what else it says."""
 
     def __init__(self, status: Status, reason: str, **fields: Any) -> None:
         super().__init__(reason)
-        self.status = status
-        self.reason = reason
-        self.fields = fields
+        self.row = {"status": status, "reason": reason, **fields}
 
 
-def refusal(error: Exception) -> RefusedError:
-    """What a row says of an error that the worker survived."""
+def refusal(error: Exception) -> Message:
+    """The row of an implementation that raised an error which the worker survived."""
     text = str(error)
     if isinstance(error, RefusedError):
-        return error
+        return error.row
     if isinstance(error, UnsupportedError):
-        return RefusedError("unsupported", text or "unsupported")
+        return {"status": "unsupported", "reason": text or "unsupported"}
     if isinstance(error, MissingError):
-        return RefusedError("missing", text or "missing")
+        return {"status": "missing", "reason": text or "missing"}
     # torch's words for a pinned SDPA backend that does not take the problem, and for too little memory.
-    if "No available kernel" in text or type(error).__name__ == "OutOfMemoryError":
-        return RefusedError("unsupported", words(error))
-    return RefusedError("error", words(error))
+    unsupported = "No available kernel" in text or type(error).__name__ == "OutOfMemoryError"
+    return {"status": "unsupported" if unsupported else "error", "reason": words(error)}
 
 
 class GpuWorker:
@@ -285,10 +282,6 @@ class GpuWorker:
         said = {"status": "ok", **row, "reason": row.get("reason", "")[:REASON_CHARS]}
         self.send({"type": "row", "cell": cell, "name": name, "row": to_jsonable_python(said)})
 
-    def refuse(self, cell: int, name: str, refused: RefusedError) -> None:
-        """Say of an implementation why it has no time."""
-        self.row(cell, name, {"status": refused.status, "reason": refused.reason, **refused.fields})
-
     @contextmanager
     def surviving(self, cell: int, name: str) -> Iterator[None]:
         """Turn an error into a row, where the CUDA context outlived it; else end the process: it never recovers."""
@@ -297,7 +290,7 @@ class GpuWorker:
         except Exception as error:
             if not isinstance(error, RefusedError):
                 self.survive(error)
-            self.refuse(cell, name, refusal(error))
+            self.row(cell, name, refusal(error))
 
     @contextmanager
     def attempt(self, what: str, *, survive: bool = False, **more: Any) -> Iterator[None]:

@@ -191,7 +191,7 @@ class CheckWorker(GpuWorker):
         except Exception as error:  # rows far apart take gigabytes
             self.survive(error)
             for name in names:
-                self.refuse(cell, name, refusal(error))
+                self.row(cell, name, refusal(error))
         else:
             self._check_each(cell, problem, names, layout, values, inputs)
         self._collect(most=_WAITING_EMULATIONS)
@@ -241,8 +241,7 @@ class CheckWorker(GpuWorker):
                     reason = beside.reason and f"emulator: {beside.reason}"
                     self.row(cell, name, {**row, "status": beside.status, "reason": reason, "emulator": beside})
                 except Exception as error:
-                    refused = refusal(error)
-                    self.row(cell, name, {**row, "status": refused.status, "reason": refused.reason})
+                    self.row(cell, name, row | refusal(error))
             if not late:
                 return
 

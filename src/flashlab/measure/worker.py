@@ -139,7 +139,7 @@ class BenchWorker(GpuWorker):
             model = importlib.import_module("flashlab.measure.trained")
             if why_not := model.why_not(problem):
                 for name in names:
-                    self.refuse(cell, name, RefusedError("unsupported", f"{TRAINED} inputs: {why_not}"))
+                    self.row(cell, name, {"status": "unsupported", "reason": f"{TRAINED} inputs: {why_not}"})
                 return
             layers = model.activations(problem)
             self._model = model.describe(problem.head_dim)
@@ -411,7 +411,7 @@ class BenchWorker(GpuWorker):
             try:
                 verdict = candidate.judge()
             except RefusedError as refused:
-                raise RefusedError(refused.status, f"layer {number}: {refused.reason}", **refused.fields) from None
+                raise RefusedError(**refused.row | {"reason": f"layer {number}: {refused}"}) from None
             candidate.verdict = _over_layers(candidate.verdict, verdict, number)
             return candidate
 
