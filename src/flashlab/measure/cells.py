@@ -123,9 +123,9 @@ def supervise(
                 give_up(index, "error", NO_RESULT)
         except WorkerDiedError as death:  # what was in hand is charged, so that the next worker leaves it out
             if death.step is None:
-                raise LaunchError(f"wanted a worker process that starts, got: {death.reason}") from death
+                raise LaunchError(f"wanted a worker process that starts, got: {death}") from death
             index, name = death.step["cell"], death.step["name"]
-            reason = f"{death.step['what']}: {death.reason}"[:REASON_CHARS]
+            reason = f"{death.step['what']}: {death}"[:REASON_CHARS]
             cell = left.get(index)
             if cell is not None and name in cell.pending:
                 take(index, name, {"status": death.status, "reason": reason})

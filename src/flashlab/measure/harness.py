@@ -68,18 +68,16 @@ def words(error: BaseException) -> str:
 
 
 class WorkerDiedError(Exception):
-    """The worker ended, hung or spoke nonsense.
+    """The worker ended, hung or spoke nonsense: how, with its last words.
 
     Attributes:
         status: crashed or timeout.
-        reason: how, with its last words.
         step: the last `step` that it said, None where it said none.
     """
 
     def __init__(self, status: Literal["crashed", "timeout"], reason: str) -> None:
         super().__init__(reason)
         self.status = status
-        self.reason = reason
         self.step: Message | None = None
 
 
@@ -213,7 +211,7 @@ class Worker:
                 step = message if kind == "step" else step
         except WorkerDiedError as death:
             if not greeted:
-                raise LaunchError(f"wanted a worker process that starts, got: {death.reason}") from death
+                raise LaunchError(f"wanted a worker process that starts, got: {death}") from death
             death.step = step
             raise
 
