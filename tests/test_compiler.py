@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from cuda import pathfinder
+from cuda.bindings import nvrtc
 from shared import REPORTED, a_variant_elsewhere, ends_of, one_type_a_head_dim, part_of, tiers
 
 from flashlab.build import compiler
@@ -484,14 +486,16 @@ def test_what_is_in_the_cache_needs_no_compiler_loaded() -> None:
 
 
 def test_the_wheels_nvrtc_is_the_one_that_a_process_loads() -> None:
-    assert compiler._nvrtc_of_wheel() in (None, compiler._loaded_nvrtc())
+    loaded = pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path
+    assert loaded is not None
+    assert compiler._nvrtc_of_wheel() == (*nvrtc.nvrtcVersion()[1:], Path(loaded).stat().st_size)
 
 
 @pytest.mark.usefixtures("_fresh_toolchain")
 def test_another_nvrtc_than_the_installed_one_compiles_nothing(
     tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler, "_nvrtc_of_wheel", lambda: (*compiler._loaded_nvrtc()[:1], 99, 1))
+    monkeypatch.setattr(compiler, "_nvrtc_of_wheel", lambda: (13, 99, 1))
     monkeypatch.setattr(compiler, "_HEADER_WHEELS", {})
     with pytest.raises(CompileError, match=r"wanted NVRTC \d+\.99, which is installed, .* got NVRTC \d+\.\d+\n"):
         build(tmp_path)

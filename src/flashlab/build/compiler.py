@@ -1,4 +1,4 @@
-"""Source to machine code, on any machine: NVRTC through cuda.core, headers from PyPI wheels, a cache keyed by content.
+"""Source to machine code, on any machine: NVRTC and headers from PyPI wheels, a cache keyed by content.
 
 No GPU, no driver and no system CUDA are needed. A compiled kernel is plain bytes with what ptxas said of it. Lost
 performance that ptxas reports and carries on from (serialised wgmma, dropped setmaxnreg, spills) is an error here.
@@ -16,9 +16,7 @@ import shlex
 import struct
 import subprocess
 import sys
-import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -46,9 +44,6 @@ COMMON = KERNELS / "common"
 ELEMENTS: Mapping[DType, str] = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 """What the macro ELEMENT is for each element type."""
 
-_STD = "c++17"
-_IMPORTING = threading.Lock()
-"""cuda.core swaps its modules while it is first imported: two threads must not do it at once."""
 _HEADER_WHEELS = {
     "nvidia-cuda-runtime": ("", "cuda_fp16.h"),
     "nvidia-cuda-crt": ("", "crt/mma.h"),
@@ -254,19 +249,11 @@ def toolchain() -> Toolchain:
     Raises:
         MissingPackageError: a package is missing; the message has the pip command.
     """
-    try:
-        core, _ = metadata.version("cuda-core"), metadata.version("cuda-bindings")
-    except ImportError as error:  # PackageNotFoundError is one
-        raise MissingPackageError(
-            f"wanted cuda-core and cuda-bindings to compile kernels, got: {error}. "
-            "Install them: pip install cuda-core 'cuda-bindings>=13,<14'"
-        ) from error
-    major, minor, size = _nvrtc_of_wheel() or _loaded_nvrtc()
-
+    major, minor, size = _nvrtc_of_wheel()
     roots = [Path(folder).absolute() / "nvidia" / f"cu{major}" / "include" for folder in sys.path]
     include_dirs: list[Path] = []
     missing: list[str] = []
-    identity = [f"nvrtc {major}.{minor} {size}", f"cuda-core {core}"]
+    identity = [f"nvrtc {major}.{minor} {size}", f"cuda-core {metadata.version('cuda-core')}"]
     for wheel, (folder, header) in _HEADER_WHEELS.items():
         include_dir = next((root / folder for root in roots if (root / folder / header).is_file()), None)
         if include_dir is None:
@@ -284,35 +271,19 @@ def toolchain() -> Toolchain:
     return Toolchain(nvrtc_version=f"{major}.{minor}", include_dirs=tuple(include_dirs), identity=tuple(identity))
 
 
-def _nvrtc_of_wheel() -> tuple[int, int, int] | None:
+def _nvrtc_of_wheel() -> tuple[int, int, int]:
     """Major and minor version of the installed wheel's NVRTC, and its library's size, without loading it: a call whose
-    kernel is in the cache needs no compiler. None where there is no such wheel."""
+    kernel is in the cache needs no compiler."""
     try:
+        metadata.version("cuda-bindings")
         wheel = metadata.distribution("nvidia-cuda-nvrtc")
         major, minor, *_ = map(int, wheel.version.split("."))
         return major, minor, Path(str(wheel.locate_file(f"nvidia/cu{major}/lib/libnvrtc.so.{major}"))).stat().st_size
-    except (metadata.PackageNotFoundError, ValueError, OSError):
-        return None
-
-
-def _loaded_nvrtc() -> tuple[int, int, int]:
-    """The same of the NVRTC that this process loads."""
-    from cuda import pathfinder
-    from cuda.bindings import nvrtc
-
-    try:
-        library = pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path
-        status, major, minor = nvrtc.nvrtcVersion()
-    except RuntimeError as error:
+    except (metadata.PackageNotFoundError, ValueError, OSError) as error:
         raise MissingPackageError(
-            f"wanted the NVRTC library to compile kernels, got: {str(error).splitlines()[0]}. "
-            "Install it: pip install 'nvidia-cuda-nvrtc>=13,<14'"
+            f"wanted cuda-bindings and the NVRTC library of a wheel to compile kernels, got: {error}. "
+            "Install them: pip install 'cuda-bindings>=13,<14' 'nvidia-cuda-nvrtc>=13,<14'"
         ) from error
-    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise MissingPackageError(
-            f"wanted a working NVRTC, got {status!s}. Install it anew: pip install -I nvidia-cuda-nvrtc"
-        )
-    return major, minor, Path(library).stat().st_size if library else 0
 
 
 def compile_stage(job: Job) -> Cubin:
@@ -331,11 +302,10 @@ def compile_stage(job: Job) -> Cubin:
     _require_arch(job.arch)
     job.require(job.arch)
     stage, parameters = job.stage, job.parameters
-    request: _Request
     if stage.language == "triton":
-        request = _TritonRequest.of(job)
+        request = _triton_request(job)
     else:
-        request = _NvrtcRequest.of(job.file, job.arch, job.macros, line_info=job.line_info)
+        request = _nvrtc_request(job.file, job.arch, job.macros, line_info=job.line_info)
     # Tunables are chosen for calls without features: a call with one is better a little slower than refused.
     wider = not job.aligned or bool(job.features)
     may_spill = job.may_spill or wider or stage.may_spill(job.head_dim, job.arch)
@@ -391,7 +361,7 @@ def compile_file(
     """
     _require_arch(arch)
     parameters = {name: value for name, value in defines.items() if isinstance(value, int)}
-    request = _NvrtcRequest.of(source, arch, defines)
+    request = _nvrtc_request(source, arch, defines)
     return _cubin(request, name=source.stem, entry=entry, parameters=parameters, may_spill=may_spill)
 
 
@@ -453,7 +423,7 @@ _CUBIN_FACTS = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Request(ABC):
+class _Request:
     """Everything that decides the machine code."""
 
     source: Path
@@ -468,22 +438,20 @@ class _Request(ABC):
     """Its name and version, for people."""
     key: tuple[Any, ...]
     """What decides the code beside the text and the options."""
+    compile: Callable[[_Request], tuple[bytes, dict[str, Any]]]
+    """Makes the machine code, and facts of which one is the `log`."""
 
     @property
     def display(self) -> str:
         """The source's name in messages."""
         return shown(self.source)
 
-    @abstractmethod
-    def compile(self) -> tuple[bytes, dict[str, Any]]:
-        """Machine code, and facts of which one is the `log`."""
-
     def cached(self) -> cache.Entry:
         """The cache's entry, made where there is none."""
 
         def make(folder: Path) -> dict[str, Any]:
             start = time.perf_counter()
-            code, facts = self.compile()
+            code, facts = self.compile(self)
             (folder / "cubin").write_bytes(code)
             return {**_read_elf(code), **facts, "compile_seconds": time.perf_counter() - start}
 
@@ -527,7 +495,7 @@ def _cubin(request: _Request, *, name: str, entry: str, parameters: dict[str, in
         sha256=digest(code),
         parameters=parameters,
         options=request.options,
-        compiler=f"NVRTC {compiler}" if compiler and isinstance(request, _NvrtcRequest) else request.compiler,
+        compiler=f"NVRTC {compiler}" if compiler and request.compile is _by_nvrtc else request.compiler,
         resources=resources,
         launch_shape=None if shape is None else LaunchShape(**shape),
         log=log,
@@ -539,132 +507,108 @@ def _cubin(request: _Request, *, name: str, entry: str, parameters: dict[str, in
 # --- Triton ---
 
 
-@dataclass(frozen=True, kw_only=True)
-class _TritonRequest(_Request):
-    entry: str
-    dtype: DType
-    constants: Mapping[str, int]
-    settings: Mapping[str, int]
-    """Triton's num_warps, num_stages and, where registers are bounded, maxnreg."""
-    aligned: bool
+def _triton_request(job: Job) -> _Request:
+    missing, parameters = triton_code.missing(), job.parameters
+    if missing:
+        raise MissingPackageError(f"wanted Triton to compile stage {job.stage.id}, got none. Install it: {missing}")
+    constants = {name: int(job.macros[name]) for name in triton_code.CONSTANTS}
+    settings = {"num_warps": parameters["WARPS"], "num_stages": parameters["PIPELINE_STAGES"]}
+    # Without 16-byte copies it takes registers that no bound foresaw; that code is there to answer.
+    if job.aligned and parameters["MAX_REGISTERS"]:
+        settings["maxnreg"] = parameters["MAX_REGISTERS"]
+    options = (
+        f"--target={job.arch}",
+        *(f"--{name.replace('_', '-')}={value}" for name, value in settings.items()),
+        f"--element={job.dtype}",
+        f"--aligned={int(job.aligned)}",
+        *(f"--constant={name}={value}" for name, value in constants.items()),
+    )
+    source, compiler = job.file.resolve(), f"Triton {triton_code.version()}"
 
-    @classmethod
-    def of(cls, job: Job) -> _TritonRequest:
-        missing, parameters = triton_code.missing(), job.parameters
-        if missing:
-            raise MissingPackageError(f"wanted Triton to compile stage {job.stage.id}, got none. Install it: {missing}")
-        constants = {name: int(job.macros[name]) for name in triton_code.CONSTANTS}
-        settings = {"num_warps": parameters["WARPS"], "num_stages": parameters["PIPELINE_STAGES"]}
-        # Without 16-byte copies it takes registers that no bound foresaw; that code is there to answer.
-        if job.aligned and parameters["MAX_REGISTERS"]:
-            settings["maxnreg"] = parameters["MAX_REGISTERS"]
-        options = (
-            f"--target={job.arch}",
-            *(f"--{name.replace('_', '-')}={value}" for name, value in settings.items()),
-            f"--element={job.dtype}",
-            f"--aligned={int(job.aligned)}",
-            *(f"--constant={name}={value}" for name, value in constants.items()),
-        )
-        source, compiler = job.file.resolve(), f"Triton {triton_code.version()}"
-        return cls(
-            source=source,
-            text=read(job.file, "Python"),
-            arch=job.arch,
-            options=options,
-            command=shlex.join(["triton.compile", shown(source), *options]),  # Triton has no command line
-            compiler=compiler,
-            key=("triton", compiler, job.stage.entry),
+    def compile_kernel(request: _Request) -> tuple[bytes, dict[str, Any]]:
+        code, log, launch = triton_code.compile_kernel(
+            source,
             entry=job.stage.entry,
             dtype=job.dtype,
             constants=constants,
-            settings=settings,
+            options=settings,
+            capability=capability(job.arch),
             aligned=job.aligned,
-        )
-
-    def compile(self) -> tuple[bytes, dict[str, Any]]:
-        code, log, launch = triton_code.compile_kernel(
-            self.source,
-            entry=self.entry,
-            dtype=self.dtype,
-            constants=self.constants,
-            options=self.settings,
-            capability=capability(self.arch),
-            aligned=self.aligned,
         )
         log = readable(log)
         if code is None:
-            message = f"wanted machine code for {self.arch} from {self.compiler}, got an error:"
-            raise self.error(message, log, source_line=log.strip().rpartition("\n")[2] or None)
-        return code, {"log": log, "launch_shape": {**launch, "tile_q": self.constants["TILE_Q"]}}
+            message = f"wanted machine code for {job.arch} from {compiler}, got an error:"
+            raise request.error(message, log, source_line=log.strip().rpartition("\n")[2] or None)
+        return code, {"log": log, "launch_shape": {**launch, "tile_q": constants["TILE_Q"]}}
+
+    return _Request(
+        source=source,
+        text=read(job.file, "Python"),
+        arch=job.arch,
+        options=options,
+        command=shlex.join(["triton.compile", shown(source), *options]),  # Triton has no command line
+        compiler=compiler,
+        key=("triton", compiler, job.stage.entry),
+        compile=compile_kernel,
+    )
 
 
 # --- NVRTC ---
 
 
-@dataclass(frozen=True, kw_only=True)
-class _NvrtcRequest(_Request):
-    include_dirs: tuple[Path, ...]
-    """Searched in this order, after the source's own folder."""
-    macros: tuple[tuple[str, str], ...]
-    line_info: bool = False
-
-    @classmethod
-    def of(cls, source: Path, arch: str, defines: Mapping[str, int | str], *, line_info: bool = False) -> _NvrtcRequest:
-        tools = toolchain()
-        values = {name: int(value) if isinstance(value, bool) else value for name, value in defines.items()}
-        options = (
-            f"--gpu-architecture={arch}",
-            f"--std={_STD}",
-            "--ptxas-options=-v",
-            *(["-lineinfo"] if line_info else []),
-            f"-I{shown(COMMON)}",
-            *(f"-D{name}={value}" for name, value in values.items()),
-        )
-        source, text = source.resolve(), read(source, "CUDA C++")
-        # For nvcc, to be run in the checkout. Its register allocation may differ from NVRTC's.
-        wheels = (f"-I{shown(path)}" for path in tools.include_dirs)
-        return cls(
-            source=source,
-            text=text,
-            arch=arch,
-            options=options,
-            command=shlex.join(["nvcc", "--cubin", *options, *wheels, shown(source)]),
-            compiler=f"NVRTC {tools.nvrtc_version}",
-            key=(contents(source, text, [COMMON]), tools.identity),
-            include_dirs=(COMMON, *tools.include_dirs),
-            macros=tuple((name, str(value)) for name, value in values.items()),
-            line_info=line_info,
-        )
-
-    def compile(self) -> tuple[bytes, dict[str, Any]]:
-        code, log = _run_nvrtc(self)
-        if code is not None:
-            return code, {"log": log}
-        in_assembly = re.search(r"^ptxas .*error", log, re.MULTILINE)
-        line = _ptx_source_line(self) if in_assembly else _source_line(self, log)
-        raise self.error(f"wanted machine code for {self.arch}, got an error:", log, source_line=line)
+def _nvrtc_request(source: Path, arch: str, defines: Mapping[str, int | str], *, line_info: bool = False) -> _Request:
+    tools = toolchain()
+    values = {name: int(value) if isinstance(value, bool) else value for name, value in defines.items()}
+    options = (
+        f"--gpu-architecture={arch}",
+        "--std=c++17",
+        "--ptxas-options=-v",
+        *([_LINE_INFO] if line_info else []),
+        f"-I{shown(COMMON)}",
+        *(f"-D{name}={value}" for name, value in values.items()),
+    )
+    source, text = source.resolve(), read(source, "CUDA C++")
+    # For nvcc, to be run in the checkout. Its register allocation may differ from NVRTC's.
+    wheels = (f"-I{shown(path)}" for path in tools.include_dirs)
+    return _Request(
+        source=source,
+        text=text,
+        arch=arch,
+        options=options,
+        command=shlex.join(["nvcc", "--cubin", *options, *wheels, shown(source)]),
+        compiler=f"NVRTC {tools.nvrtc_version}",
+        key=(contents(source, text, [COMMON]), tools.identity),
+        compile=_by_nvrtc,
+    )
 
 
+def _by_nvrtc(request: _Request) -> tuple[bytes, dict[str, Any]]:
+    code, log = _run_nvrtc(request)
+    if code is not None:
+        return code, {"log": log}
+    in_assembly = re.search(r"^ptxas .*error", log, re.MULTILINE)
+    line = _ptx_source_line(request) if in_assembly else _source_line(request, log)
+    raise request.error(f"wanted machine code for {request.arch}, got an error:", log, source_line=line)
+
+
+_LINE_INFO = "-lineinfo"
 _ALTERS_NVRTC = ("torch", "cupy")
 """Packages after whose work in a process the same NVRTC makes other code of the same source: seen after torch 2.11 had
 run a scaled_dot_product_attention, with NVRTC 13.0.88. A process that has loaded one compiles in another."""
 _ELSEWHERE = (
-    "import pickle, sys; path, request = pickle.load(sys.stdin.buffer); sys.path[:] = path; "
-    "from flashlab.build import compiler; compiler._serve(pickle.loads(request))"
+    "import pickle, sys; path, work = pickle.load(sys.stdin.buffer); sys.path[:] = path; "
+    "from flashlab.build.compiler import _run_here; done = _run_here(*pickle.loads(work)); "
+    "sys.stdout.buffer.write(pickle.dumps(done))"
 )
 
 
-def _run_nvrtc(request: _NvrtcRequest) -> tuple[bytes | None, str]:
-    """Machine code (None on an error) and log."""
-    if any(name in sys.modules for name in _ALTERS_NVRTC):
-        return _run_elsewhere(request)
-    return _run_here(request)
-
-
-def _run_elsewhere(request: _NvrtcRequest) -> tuple[bytes | None, str]:
+def _run_nvrtc(request: _Request, *, ptx: bool = False) -> tuple[bytes | None, str]:
+    """Machine code, or the PTX that ptxas makes it of, and the log; no code on an error."""
+    if not any(name in sys.modules for name in _ALTERS_NVRTC):
+        return _run_here(request, ptx)
     done = subprocess.run(
         [sys.executable, "-c", _ELSEWHERE],
-        input=pickle.dumps((sys.path, pickle.dumps(request))),
+        input=pickle.dumps((sys.path, pickle.dumps((request, ptx)))),
         capture_output=True,
         check=False,
     )
@@ -676,61 +620,38 @@ def _run_elsewhere(request: _NvrtcRequest) -> tuple[bytes | None, str]:
     return code, log
 
 
-def _serve(request: _NvrtcRequest) -> None:
-    """The other process's part."""
-    sys.stdout.buffer.write(pickle.dumps(_run_here(request)))
+def _run_here(request: _Request, ptx: bool) -> tuple[bytes | None, str]:
+    # Not by cuda.core, which wants a driver for PTX and hands over an error's log in a message alone.
+    from cuda.bindings import nvrtc
 
-
-def _run_here(request: _NvrtcRequest) -> tuple[bytes | None, str]:
-    with _IMPORTING:
-        from cuda.core import Program, ProgramOptions
-
-        major, minor, _ = _loaded_nvrtc()
-    loaded = f"NVRTC {major}.{minor}"
-    if loaded != request.compiler:
+    _, major, minor = nvrtc.nvrtcVersion()
+    if (loaded := f"NVRTC {major}.{minor}") != request.compiler:
         raise request.error(f"wanted {request.compiler}, which is installed, to compile it, got {loaded}", "")
 
-    options = ProgramOptions(
-        name=str(request.source),  # absolute: NVRTC searches its folder, and the current one where it names none
-        arch=request.arch,
-        std=_STD,
-        define_macro=list(request.macros) or None,
-        include_path=[str(path) for path in request.include_dirs],
-        ptxas_options="-v",
-        lineinfo=request.line_info or None,
-        no_cache=True,  # where there is a driver, NVRTC keeps machine code by its PTX, and then ptxas reports nothing
-    )
-    log = io.StringIO()
-    try:
-        compiled = Program(request.text, "c++", options).compile("cubin", logs=log)
-    except Exception as error:  # cuda.core's error type is private, and it carries the log in its text alone
-        if "NVRTC_ERROR" not in str(error):
-            raise
-        return None, readable(str(error).partition("compilation log:")[2] or str(error))
-    return bytes(compiled.code), readable(log.getvalue())
-
-
-def _ptx(request: _NvrtcRequest) -> str | None:
-    """The PTX that NVRTC hands to ptxas, with line information; None on an error."""
-    from cuda.bindings import nvrtc  # cuda.core wants a driver for PTX, to compare versions
-
-    options = ["-lineinfo", f"--gpu-architecture={request.arch.replace('sm_', 'compute_')}"]
-    options += [option for option in request.options if option.startswith(("-D", "--std"))]
-    options += [f"--include-path={path}" for path in request.include_dirs]
+    options = [option for option in request.options if not option.startswith("-I")]
+    options += [f"-I{path}" for path in (COMMON, *toolchain().include_dirs)]  # after the source's own folder
+    if ptx:
+        options = [option.replace("architecture=sm_", "architecture=compute_") for option in options]
+    options.append("--no-cache")  # where there is a driver, NVRTC keeps code by its PTX, and then ptxas reports nothing
+    # By an absolute name: NVRTC searches its folder, and the current one where it names none.
     _, program = nvrtc.nvrtcCreateProgram(request.text.encode(), str(request.source).encode(), 0, [], [])
+
+    def content(name: str) -> bytes:
+        _, size = getattr(nvrtc, f"nvrtcGet{name}Size")(program)
+        memory = bytearray(size)
+        getattr(nvrtc, f"nvrtcGet{name}")(program, memory)
+        return bytes(memory)
+
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            return None
-        _, size = nvrtc.nvrtcGetPTXSize(program)
-        text: bytes = b" " * size
-        nvrtc.nvrtcGetPTX(program, text)
-        return text.decode(errors="replace")
+        made = status == nvrtc.nvrtcResult.NVRTC_SUCCESS
+        log = readable(content("ProgramLog").decode(errors="replace"))
+        return content("PTX" if ptx else "CUBIN") if made else None, log
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _source_line(request: _NvrtcRequest, log: str) -> str | None:
+def _source_line(request: _Request, log: str) -> str | None:
     """`file:line: text` of the error in a compiler log that says most: a static_assert's, else the first."""
     errors = re.findall(r"^(\S.*)\((\d+)\): (?:\w+ )?error\b(.*)", log, re.MULTILINE)
     if not errors:
@@ -739,16 +660,18 @@ def _source_line(request: _NvrtcRequest, log: str) -> str | None:
     return _quote(request, file, int(line))
 
 
-def _ptx_source_line(request: _NvrtcRequest) -> str | None:
+def _ptx_source_line(request: _Request) -> str | None:
     """`file:line: text` of the assembly that ptxas refused.
 
     ptxas counts lines of generated PTX; with line information on, that PTX says which source line each came from.
     """
-    _, log = _run_nvrtc(dataclasses.replace(request, line_info=True))
+    lined = dataclasses.replace(request, options=(*request.options, _LINE_INFO))
+    _, log = _run_nvrtc(lined)
+    ptx, _ = _run_nvrtc(lined, ptx=True)
     match = re.search(r"ptxas .*?, line (\d+); error", log)
-    text = _ptx(request)
-    if match is None or text is None:
+    if match is None or ptx is None:
         return None
+    text = ptx.decode(errors="replace")
     files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]+)"', text, re.MULTILINE))
     locations = re.findall(r"^\s*\.loc\s+(\d+)\s+(\d+)", "\n".join(text.splitlines()[: int(match[1])]), re.MULTILINE)
     if not locations or locations[-1][0] not in files:
