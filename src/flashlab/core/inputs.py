@@ -15,7 +15,6 @@ import difflib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from flashlab.core.errors import ParameterError
@@ -38,7 +37,7 @@ WAVE_NATS, WAVE_KEYS = 150.0, 200
 LOW_NATS = -120.0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Kind:
     """One kind of inputs."""
 
@@ -120,113 +119,87 @@ def chosen_keys(q_shape: tuple[int, ...], kv_len: int, *, causal: bool, xp: Any)
     return x % visible
 
 
-def _at(key: int, nats: float, j: Array) -> Array:
-    return nats * (j == j[key])
-
-
-def _slope(first: float, last: float, j: Array) -> Array:
-    return first + (last - first) * j / max(1, len(j) - 1)
-
-
-KINDS: dict[str, Kind] = {
-    kind.name: kind
-    for kind in (
-        Kind(name=NORMAL, title="Q, K and V are standard normal: scores have a standard deviation of 1 nat"),
-        Kind(name="scale2", title="Q times 2: scores have a standard deviation of 2 nats", change=_scaled(2)),
-        Kind(name="scale4", title="Q times 4: scores have a standard deviation of 4 nats", change=_scaled(4)),
-        Kind(name="scale10", title="Q times 10: scores have a standard deviation of 10 nats", change=_scaled(10)),
-        Kind(
-            name="sink_first",
-            title=f"an attention sink: every query's score of the first key is {SINK_NATS:g} nats higher",
-            change=_bias(partial(_at, 0, SINK_NATS)),
-        ),
-        Kind(
-            name="sink_last",
-            title=f"every score of the last key is {SINK_NATS:g} nats higher; under a causal mask the last query alone "
-            "sees it",
-            change=_bias(partial(_at, -1, SINK_NATS)),
-        ),
-        Kind(
-            name="rising",
-            title=f"scores rise by {SLOPE_NATS:g} nats from the first key, where they are as normal, to the last",
-            change=_bias(partial(_slope, 0.0, SLOPE_NATS)),
-        ),
-        Kind(
-            name="falling",
-            title=f"scores fall by {SLOPE_NATS:g} nats from the first key to the last, where they are as normal",
-            change=_bias(partial(_slope, SLOPE_NATS, 0.0)),
-        ),
-        Kind(
-            name="steps",
-            title=f"{STEP_KEYS} keys have scores {STEP_NATS:g} nats higher than the next {STEP_KEYS}, the first as "
-            "normal: they grow tile by tile for kernels that walk from the last tile of keys to the first, as "
-            "FlashAttention does",
-            change=_bias(lambda j: -STEP_NATS * (j // STEP_KEYS)),
-        ),
-        Kind(name="zeros", title="Q and K are 0: every score is 0 nats; V is normal", change=_zeros),
-        Kind(
-            name="one_hot",
-            title=f"each query scores one key of its own, anywhere that it may see, at {ONE_HOT_NATS:g} nats, and the "
-            f"others around 0, with a standard deviation of {ONE_HOT_NATS:g} / sqrt(head_dim)",
-            change=_one_hot,
-        ),
-        Kind(
-            name="row_scales",
-            title="neighbouring queries times 0.25, 1, 4 and 16: standard deviations of so many nats side by side",
-            change=_row_scales,
-        ),
-        Kind(name=TRAINED, title="Q, K and V of each layer of a small language model with RoPE that flashlab trains"),
-    )
-}
-"""By name, in the order in which they are shown."""
-
-
-def _wave(j: Array) -> Array:
-    return -WAVE_NATS * abs((2 * j / WAVE_KEYS) % 2 - 1)
-
-
 def _hostile_sink(q: Array, k: Array, causal: bool, xp: Any) -> None:
     q *= xp.float32(HOSTILE_FACTOR)
-    _bias(partial(_at, 0, HOSTILE_SINK_NATS))(q, k, causal, xp)
+    _bias(lambda j: HOSTILE_SINK_NATS * (j == 0))(q, k, causal, xp)
 
 
-HOSTILE: dict[str, Kind] = {
-    kind.name: kind
-    for kind in (
-        Kind(
-            name="hostile_sink",
-            title=f"Q times 8, and the first key's score {HOSTILE_SINK_NATS:g} nats higher",
-            change=_hostile_sink,
-        ),
-        Kind(
-            name="hostile_rising",
-            title=f"scores rise by {HOSTILE_TILE_NATS:g} nats every {STEP_KEYS} keys to the last, where they are as "
-            "normal",
-            change=_bias(lambda j: HOSTILE_TILE_NATS / STEP_KEYS * (j - j[-1])),
-        ),
-        Kind(
-            name="hostile_falling",
-            title=f"scores fall by {HOSTILE_TILE_NATS:g} nats every {STEP_KEYS} keys from the first, where they are as "
-            "normal",
-            change=_bias(lambda j: -HOSTILE_TILE_NATS / STEP_KEYS * j),
-        ),
-        Kind(
-            name="hostile_waves",
-            title=f"scores rise by {WAVE_NATS:g} nats and fall again every {WAVE_KEYS} keys, within a tile by more "
-            "than an FP32 exponential holds; they are as normal at the top",
-            change=_bias(_wave),
-        ),
-        Kind(
-            name="hostile_low",
-            title=f"all scores {-LOW_NATS:g} nats lower: 0 as FP32 exponentials, where nothing is subtracted",
-            change=_bias(lambda j: 0 * j + LOW_NATS),
-        ),
-    )
-}
-"""Kinds that only checks use: they reach the paths that a kernel takes seldom."""
-SCALE8 = Kind(
-    name="scale8", title="Q times 8: scores have a standard deviation of 8 nats", change=_scaled(HOSTILE_FACTOR)
+def _by_name(*kinds: Kind) -> dict[str, Kind]:
+    return {kind.name: kind for kind in kinds}
+
+
+KINDS = _by_name(
+    Kind(NORMAL, "Q, K and V are standard normal: scores have a standard deviation of 1 nat"),
+    Kind("scale2", "Q times 2: scores have a standard deviation of 2 nats", _scaled(2)),
+    Kind("scale4", "Q times 4: scores have a standard deviation of 4 nats", _scaled(4)),
+    Kind("scale10", "Q times 10: scores have a standard deviation of 10 nats", _scaled(10)),
+    Kind(
+        "sink_first",
+        f"an attention sink: every query's score of the first key is {SINK_NATS:g} nats higher",
+        _bias(lambda j: SINK_NATS * (j == 0)),
+    ),
+    Kind(
+        "sink_last",
+        f"every score of the last key is {SINK_NATS:g} nats higher; under a causal mask the last query alone sees it",
+        _bias(lambda j: SINK_NATS * (j == j[-1])),
+    ),
+    Kind(
+        "rising",
+        f"scores rise by {SLOPE_NATS:g} nats from the first key, where they are as normal, to the last",
+        _bias(lambda j: SLOPE_NATS * j / max(1, len(j) - 1)),
+    ),
+    Kind(
+        "falling",
+        f"scores fall by {SLOPE_NATS:g} nats from the first key to the last, where they are as normal",
+        _bias(lambda j: SLOPE_NATS - SLOPE_NATS * j / max(1, len(j) - 1)),
+    ),
+    Kind(
+        "steps",
+        f"{STEP_KEYS} keys have scores {STEP_NATS:g} nats higher than the next {STEP_KEYS}, the first as normal: they "
+        "grow tile by tile for kernels that walk from the last tile of keys to the first, as FlashAttention does",
+        _bias(lambda j: -STEP_NATS * (j // STEP_KEYS)),
+    ),
+    Kind("zeros", "Q and K are 0: every score is 0 nats; V is normal", _zeros),
+    Kind(
+        "one_hot",
+        f"each query scores one key of its own, anywhere that it may see, at {ONE_HOT_NATS:g} nats, and the others "
+        f"around 0, with a standard deviation of {ONE_HOT_NATS:g} / sqrt(head_dim)",
+        _one_hot,
+    ),
+    Kind(
+        "row_scales",
+        "neighbouring queries times 0.25, 1, 4 and 16: standard deviations of so many nats side by side",
+        _row_scales,
+    ),
+    Kind(TRAINED, "Q, K and V of each layer of a small language model with RoPE that flashlab trains"),
 )
+"""By name, in the order in which they are shown."""
+HOSTILE = _by_name(
+    Kind("hostile_sink", f"Q times 8, and the first key's score {HOSTILE_SINK_NATS:g} nats higher", _hostile_sink),
+    Kind(
+        "hostile_rising",
+        f"scores rise by {HOSTILE_TILE_NATS:g} nats every {STEP_KEYS} keys to the last, where they are as normal",
+        _bias(lambda j: HOSTILE_TILE_NATS / STEP_KEYS * (j - j[-1])),
+    ),
+    Kind(
+        "hostile_falling",
+        f"scores fall by {HOSTILE_TILE_NATS:g} nats every {STEP_KEYS} keys from the first, where they are as normal",
+        _bias(lambda j: -HOSTILE_TILE_NATS / STEP_KEYS * j),
+    ),
+    Kind(
+        "hostile_waves",
+        f"scores rise by {WAVE_NATS:g} nats and fall again every {WAVE_KEYS} keys, within a tile by more than an FP32 "
+        "exponential holds; they are as normal at the top",
+        _bias(lambda j: -WAVE_NATS * abs((2 * j / WAVE_KEYS) % 2 - 1)),
+    ),
+    Kind(
+        "hostile_low",
+        f"all scores {-LOW_NATS:g} nats lower: 0 as FP32 exponentials, where nothing is subtracted",
+        _bias(lambda j: 0 * j + LOW_NATS),
+    ),
+)
+"""Kinds that only checks use: they reach the paths that a kernel takes seldom."""
+SCALE8 = Kind("scale8", "Q times 8: scores have a standard deviation of 8 nats", _scaled(HOSTILE_FACTOR))
 """For flash-attention's own cases."""
 _KNOWN = KINDS | HOSTILE | {SCALE8.name: SCALE8}
 
