@@ -108,10 +108,10 @@ def test_a_place_is_what_it_says() -> None:
     layout = "bhsd/bshd+8@3/sbhd@1=/hbsd+1"
     shape = (2, 3, 5, 64)
     assert [placement(shape, layout, tensor) for tensor in TENSORS] == [
-        {"strides": (960, 320, 64, 1), "offset_words": 0},
-        {"strides": (1080, 72, 216, 1), "offset_words": 3},
-        {"strides": (64, 0, 128, 1), "offset_words": 1},
-        {"strides": (325, 650, 65, 1), "offset_words": 0},
+        {"strides": (960, 320, 64, 1), "offset_words": 0, "sparse": False},
+        {"strides": (1080, 72, 216, 1), "offset_words": 3, "sparse": False},
+        {"strides": (64, 0, 128, 1), "offset_words": 1, "sparse": False},
+        {"strides": (325, 650, 65, 1), "offset_words": 0, "sparse": False},
     ]
 
 

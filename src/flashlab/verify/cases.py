@@ -30,22 +30,21 @@ from flashlab.verify.verdict import (
 )
 
 LAYOUTS: dict[str, str] = {
-    "contiguous": "batch, heads, length, head_dim without gaps",
-    "bshd": "heads side by side in a token, as a projection writes them",
-    "padded": "a gap of 8 elements after every row",
-    "misaligned": "rows of odd length that start at any element: nothing is 16-byte aligned",
+    "contiguous": "bhsd",
+    "bshd": "bshd",  # heads side by side in a token, as a projection writes them
+    "padded": "bhsd+8",  # a gap of 8 elements after every row
+    "misaligned": "bhsd+1@1",  # rows of odd length that start at any element: nothing is 16-byte aligned
 }
-FAR_LAYOUTS: dict[str, str] = {
-    "far": "rows 2^23 + 8 elements apart: from the 257th on, offsets take more than 32 bits",
-    "far_misaligned": "rows 2^23 + 9 elements apart",
-}
+"""The place of every tensor, as `_PLACE` reads it."""
+FAR_LAYOUTS: dict[str, str] = {"far": f"sbhd~{(1 << 23) + 8}", "far_misaligned": f"sbhd~{(1 << 23) + 9}@1"}
+"""Likewise, of rows so far apart that from the 257th on offsets take more than 32 bits."""
 FAR_LENGTHS = ((260, 260),)
 """Few rows past the 256th: memory between rows is never touched, and what is touched goes by the page."""
-_FAR_ROW, _FAR_MASK = (1 << 23) + 8, "causal"
 TENSORS = ("q", "k", "v", "out")
-_PLACE = re.compile(r"(?P<order>[bhs]{3}d)(\+(?P<gap>\d+))?(@(?P<offset>\d+))?(?P<shared>=)?")
-"""How one of `TENSORS` lies in a random layout, which has one such part for each, joined by slashes: `bshd+8@3=` is
-heads side by side in a token, a gap of 8 elements after each row, moved by 3 elements, one head that all share."""
+_PLACE = re.compile(r"(?P<order>[bhs]{3}d)(\+(?P<gap>\d+))?(~(?P<row>\d+))?(@(?P<offset>\d+))?(?P<shared>=)?")
+"""How a tensor lies: `bshd+8@3=` is heads side by side in a token, a gap of 8 elements after each row, moved by 3
+elements, one head that all share; `~8388616` are rows so many elements apart. A random layout is one place for each of
+`TENSORS`, joined by slashes."""
 HEADS = (2, 4, 2)
 """Batch, query heads and key heads of a case: the least in which no head or batch can be taken for another."""
 TWO_HEADS, LONE_HEAD = (1, 2, 1), (1, 1, 1)
@@ -71,8 +70,8 @@ class Case:
     @property
     def aligned(self) -> bool:
         """Whether every row starts on a 16-byte boundary."""
-        steps = re.findall(r"[+@](\d+)", self.layout)  # of a random layout
-        return "misaligned" not in self.layout and all(int(n) * BYTES_PER_ELEMENT % 16 == 0 for n in steps)
+        steps = re.findall(r"[+~@](\d+)", _places(self.layout))
+        return all(int(n) * BYTES_PER_ELEMENT % 16 == 0 for n in steps)
 
     @property
     def launched(self) -> Problem:
@@ -295,7 +294,7 @@ def _far_cases(able: Mapping[str, Stage]) -> list[Case]:
     return cases(
         able,
         lengths=FAR_LENGTHS,
-        masks=(_FAR_MASK,),
+        masks=("causal",),
         layouts=tuple(FAR_LAYOUTS),
         head_dims=_head_dims(able)[:1],
         heads=LONE_HEAD,
@@ -483,47 +482,33 @@ def _random_layout(rng: np.random.Generator) -> str:
 # --- How a case's tensors lie in memory -------------------------------------------------------------------------------
 
 
-def _place(layout: str, tensor: str) -> re.Match[str] | None:
-    """One tensor's part of a random layout; None where the layout is one of `LAYOUTS`."""
-    if layout in LAYOUTS or layout in FAR_LAYOUTS:
-        return None
-    parts = [_PLACE.fullmatch(part) for part in layout.split("/")]
-    if len(parts) != len(TENSORS) or None in parts:
-        raise ParameterError(
-            f"layout: wanted one of {', '.join(LAYOUTS)}, or {len(TENSORS)} places such as bshd+8@3=, got {layout!r}"
-        )
-    return parts[TENSORS.index(tensor)]
+def _places(layout: str) -> str:
+    """A layout as one place for each of `TENSORS`: its own, or the one that its name stands for."""
+    named = LAYOUTS.get(layout) or FAR_LAYOUTS.get(layout)
+    return "/".join([named] * len(TENSORS)) if named else layout
 
 
 def laid_out(values: tuple[Any, Any, Any], layout: str, xp: Any = np) -> tuple[Any, Any, Any]:
     """q, k and v, (batch, heads, length, head_dim) each, with one head for all where the layout has them share it."""
-
-    def shared(x: Any, tensor: str) -> Any:
-        place = _place(layout, tensor)
-        return x if place is None or not place["shared"] else xp.broadcast_to(x[:, :1], x.shape)
-
-    q, k, v = (shared(x, tensor) for x, tensor in zip(values, TENSORS, strict=False))
+    shared = [place.endswith("=") for place in layout.split("/")] if "=" in layout else [False] * 3
+    q, k, v = (xp.broadcast_to(x[:, :1], x.shape) if one else x for x, one in zip(values, shared, strict=False))
     return q, k, v
 
 
 def placement(shape: Sequence[int], layout: str, tensor: str = "out") -> dict[str, Any]:
-    """How `Guarded` lays out one of `TENSORS`, of that shape."""
-    place = _place(layout, tensor)
-    if place is not None:
-        batch, heads, length, head_dim = shape
-        sizes = (batch, 1 if place["shared"] else heads, length, head_dim)
-        strides = list(strides_of(sizes, row_padding=int(place["gap"] or 0), order=place["order"]))
-        strides[1] = 0 if place["shared"] else strides[1]
-        return {"strides": tuple(strides), "offset_words": int(place["offset"] or 0)}
-    if layout in FAR_LAYOUTS:
-        _, heads, _, head_dim = shape
-        odd = int(layout == "far_misaligned")
-        far = (heads * head_dim, head_dim, _FAR_ROW + odd, 1)
-        return {"strides": far, "offset_words": odd, "sparse": True}
-    if layout == "bshd":
-        return {"strides": strides_of(shape, order="bshd")}
-    if layout == "padded":
-        return {"strides": strides_of(shape, row_padding=16 // BYTES_PER_ELEMENT)}
-    if layout == "misaligned":
-        return {"strides": strides_of(shape, row_padding=1), "offset_words": 1}
-    return {}
+    """How `Guarded` lays out one of `TENSORS`, (batch, heads, length, head_dim).
+
+    Raises:
+        ParameterError: there is no such layout.
+    """
+    places = [_PLACE.fullmatch(part) for part in _places(layout).split("/")]
+    place = places[TENSORS.index(tensor)] if len(places) == len(TENSORS) else None
+    if place is None or None in places:
+        raise ParameterError(
+            f"layout: wanted one of {', '.join(LAYOUTS)}, or {len(TENSORS)} places such as bshd+8@3=, got {layout!r}"
+        )
+    batch, heads, length, head_dim = shape
+    sizes = (batch, 1 if place["shared"] else heads, length, head_dim)
+    b, h, row, d = strides_of(sizes, row_padding=int(place["gap"] or 0), order=place["order"])
+    strides = (b, 0 if place["shared"] else h, int(place["row"] or row), d)
+    return {"strides": strides, "offset_words": int(place["offset"] or 0), "sparse": place["row"] is not None}
