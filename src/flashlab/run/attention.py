@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -31,7 +31,6 @@ from flashlab.run import arrays, choice, emulator, gpu, recipes
 from flashlab.run.arguments import (
     AttentionMaps,
     AttentionParams,
-    VarlenParams,
     fitted,
     maps_for,
     params_for,
@@ -127,11 +126,6 @@ class Prepared:
         return gpu.blocks_per_sm(self.recipe.code.function, self.launch_shape.threads, self.launch_shape.smem_bytes)
 
 
-def _places(arrays: Iterable[str]) -> tuple[int, ...]:
-    """Words of the parameters that hold the addresses of those, of the log-sum-exp and of what is counted."""
-    return tuple(getattr(VarlenParams, name).offset // 8 for name in (*arrays, "LSE", "work", "fallbacks"))
-
-
 def _encoder(maps: Mapping[str, TensorMap], arrays: Sequence[str], device: int) -> Callable[..., bytes]:
     """From the addresses of `arrays`, and others, to the maps."""
 
@@ -189,22 +183,18 @@ def _make_recipe(
     loaded = recipes.loaded(
         compiler.Job.of(stage, problem, arch=arch, aligned=planned.aligned, **asked), planned.device
     )
-    shape, grid = loaded.fitted(problem)
     q = inputs["q"]
     # A new output is contiguous.
     views = _views(inputs, out or replace(q, strides=arrays.contiguous_strides(q.shape)))
     tensors = _by_head(views)
-    maps = tile_maps(planned, shape, tensors)
+    maps = tile_maps(planned, loaded.shape, tensors)
     params = params_for(problem, planned.scale, tensors)
     in_triton = stage.language == "triton"
     return Recipe(
         plan=planned,
-        views=tuple(views.values()),
+        views=views,
         code=loaded,
-        shape=shape,
-        grid=grid,
         structures=(params, AttentionMaps()) if stage.tensor_maps else (params,),
-        places=_places(views),
         maps=_encoder(maps, tuple(views), planned.device) if maps else None,
         parameters=(lambda structures: triton_parameters(structures[0])) if in_triton else tuple,
         table=table,

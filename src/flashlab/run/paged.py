@@ -372,14 +372,6 @@ def _run_on_gpu(
     return recipe
 
 
-def _places(params: AttentionParams) -> tuple[int, ...]:
-    """Words of both arguments that hold the addresses of the views, of the LSE, and of work and faults."""
-    in_params = {name: getattr(AttentionParams, name).offset for name in ("Q", "K", "V", "O", "LSE", "work")}
-    in_cache = {name: getattr(PagedCache, name).offset for name in ("page_table", "lengths", "faults")}
-    places = in_params | {name: ctypes.sizeof(params) + at for name, at in in_cache.items()}
-    return tuple(places[name] // 8 for name in (*_VIEWS, "LSE", "work", "faults"))
-
-
 def job_of(stage: Stage, problem: Problem, arch: str, options: Mapping[str, Any]) -> compiler.Job:
     """The code of a call. The page size is the cache's, so that a kernel whose registers spill is better than none."""
     return compiler.Job.of(stage, problem, arch=arch, may_spill=True, **options)
@@ -397,16 +389,12 @@ def _recipe(call: _Call, options: Mapping[str, Any]) -> recipes.Recipe:
     table = (slug, choice.stamp(slug))  # before it is read
     tuned = choice.parameters(stage, slug, _as_timed(problem), arch=arch, overrides=options["overrides"])
     code = recipes.loaded(job_of(stage, problem, arch, {**options, "overrides": tuned}), device)
-    shape, grid = code.fitted(problem)
-    structures = call.structures
     return recipes.Recipe(
         plan=call.plan,
-        views=tuple(call.views.values()),
+        views=call.views,
         code=code,
-        shape=shape,
-        grid=grid,
-        structures=structures,
-        places=_places(structures[0]),
+        structures=call.structures,
+        counts="faults",
         table=table,
     )
 

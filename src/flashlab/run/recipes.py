@@ -111,23 +111,26 @@ class Recipe:
 
     plan: Plan
     code: Loaded
-    shape: LaunchShape
-    """The code's, with the blocks of a cluster where those are the launch's to choose."""
-    grid: tuple[int, int, int]
-    views: InitVar[Sequence[DeviceArray]]
-    """Q, the other inputs and the output."""
+    views: InitVar[Mapping[str, DeviceArray]]
+    """Q, the other inputs and the output, by the fields that hold their addresses."""
     structures: tuple[ctypes.Structure, ...]
     """The kernel's arguments, whose addresses count for nothing."""
-    places: tuple[int, ...]
-    """Words of the structures, one after the other, that hold addresses: of the inputs, the output, the LSE, others."""
+    counts: InitVar[str] = "fallbacks"
+    """The field that holds the address of what a launch counts."""
     maps: Callable[..., bytes] | None = None
     """From all addresses to the tensor maps, the second structure; None: there are none."""
     parameters: Callable[[Sequence[Any]], Sequence[Any]] = tuple
     """From the structures, addresses filled in, to what the kernel takes."""
     table: tuple[str, int] | None = None
     """The GPU whose table of choices had a say, and when the table was written."""
+    shape: LaunchShape = field(init=False)
+    """The code's, with the blocks of a cluster where those are the launch's to choose."""
+    grid: tuple[int, int, int] = field(init=False)
     spans: tuple[tuple[int, ...], ...] = field(init=False)
     """Bytes that the inputs and the output touch, from their addresses on."""
+    places: tuple[int, ...] = field(init=False)
+    """Words of the structures, one after the other, that hold addresses: of the views, the LSE, the workspace, and what
+    is counted."""
     contiguous: bool = field(init=False)
     """Whether Q is, as the output will be."""
     lse_shape: tuple[int, ...] = field(init=False)
@@ -139,9 +142,18 @@ class Recipe:
     _idle: list[Slot] = field(default_factory=list)
     """As many as threads were ever in a call at once."""
 
-    def __post_init__(self, views: Sequence[DeviceArray]) -> None:
-        q, *_ = views
-        self.spans = tuple(tuple(edge - view.pointer for edge in view.extent) for view in views)
+    def __post_init__(self, views: Mapping[str, DeviceArray], counts: str) -> None:
+        q, *_ = views.values()
+        self.shape, self.grid = self.code.fitted(self.plan.problem)
+        self.spans = tuple(tuple(edge - view.pointer for edge in view.extent) for view in views.values())
+        places: dict[str, int] = {}
+        start = 0
+        for structure in self.structures:
+            for name in (*views, "LSE", "work", counts):
+                if hasattr(structure, name):  # tensor maps, which come later, have names of arrays too
+                    places.setdefault(name, (start + getattr(type(structure), name).offset) // 8)
+            start += ctypes.sizeof(structure)
+        self.places = tuple(places[name] for name in (*views, "LSE", "work", counts))
         self.contiguous, self.lse_shape = q.strides == contiguous_strides(q.shape), lse_shape(q)
         self.words = workspace(self.shape, self.grid) if self.shape.persistent else (0, 0)
         self.image = lru_cache(maxsize=MAX_IMAGES)(self._made_image)
