@@ -331,47 +331,31 @@ class Report:
     """The kernel's printf."""
 
 
-def _report(result: Mapping[str, Any], emulated: Emulated, printed: str) -> Report:
-    """The worker's result with its addresses looked up."""
-    frames = symbols.resolve(emulated.executable, _addresses(result))
-
-    def located(value: Any) -> Any:
-        """`value` with a `Place` for each address of code, and tuples for lists."""
-        if isinstance(value, dict):
-            return {
-                key: Place(frames.get(item, ())) if key == "place" else located(item) for key, item in value.items()
-            }
-        return tuple(map(located, value)) if isinstance(value, list) else value
-
-    where = result.get("where")
-    return _REPORT.validate_python({**located(result), "where": where and located(where)["place"], "printed": printed})
-
-
 _REPORT = TypeAdapter(Report)
 
 
-def _addresses(value: Any) -> set[int]:
-    """Every address of code in a result."""
-    if isinstance(value, dict):
-        own = {value["place"]} if value.get("place") else set()
-        return own.union(*map(_addresses, value.values()))
-    return set().union(*map(_addresses, value)) if isinstance(value, list) else set()
+def _located(text: str, executable: Path) -> dict[str, Any]:
+    """A worker's result, with a `Place` for each address of code.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    frames = symbols.resolve(executable, map(int, re.findall(r'"place": ([1-9]\d*)', text)))
+
+    def place(item: dict[str, Any]) -> dict[str, Any]:
+        return {**item, "place": Place(frames.get(item["place"], ()))} if "place" in item else item
+
+    result: dict[str, Any] = json.loads(text, object_hook=place)
+    return result
 
 
-def _trouble(result: Mapping[str, Any], report: Report, emulated: Emulated, timeout_s: float | None) -> EmulationError:
-    opening = {
-        "deadlock": "deadlock",
-        "misuse": "misuse",
-        "crash": "crashed",
-        "timeout": _late(timeout_s),
-    }[report.status]
-    lines = [f"{emulated.name} on the CPU: {opening}: {report.message}"]
-    where = result.get("where")
+def _trouble(where: Mapping[str, Any] | None, report: Report, name: str, timeout_s: float | None) -> EmulationError:
+    opening = {"crash": "crashed", "timeout": _late(timeout_s)}.get(report.status, report.status)
+    lines = [f"{name} on the CPU: {opening}: {report.message}"]
     if where:
-        block, thread = where["block"], where["thread"]
-        at = report.where.frame if report.where else None
+        block, thread, frame = where["block"], where["thread"], where["place"].frame
         lines.append(
-            f"  {f'at {report.where}' if at else 'somewhere'}{': ' + at.text if at and at.text else ''} "
+            f"  {f'at {report.where}' if frame else 'somewhere'}{': ' + frame.text if frame and frame.text else ''} "
             f"(block {block[0]}, {block[1]}, {block[2]}, thread {thread[0]}, {thread[1]}, {thread[2]})"
         )
     lines += [f"  {waiting}" for waiting in report.waiting[:_SHOWN_WAITING]]
@@ -451,7 +435,7 @@ def launch(
         begun = time.monotonic()
         code, printed, errors = run_worker([str(emulated.executable)], "\n".join(request) + "\n", timeout_s, cancel)
         try:
-            result = json.loads(result_path.read_text(encoding="utf-8"))
+            result = _located(result_path.read_text(encoding="utf-8"), emulated.executable)
         except (OSError, ValueError):
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
             if timeout_s is not None and time.monotonic() - begun >= timeout_s:
@@ -460,9 +444,10 @@ def launch(
                 f"{emulated.name} on the CPU: the worker {how} and left no result"
                 + (f": {errors.strip()}" if errors.strip() else ""),
             ) from None
-        report = _report(result, emulated, printed)
+        where = result.get("where")
+        report = _REPORT.validate_python({**result, "where": where and where["place"], "printed": printed})
         if report.status != "ok":
-            raise _trouble(result, report, emulated, timeout_s)
+            raise _trouble(where, report, emulated.name, timeout_s)
         memory.take_back(mapping)
         return report
 
