@@ -29,7 +29,7 @@ from flashlab.build.parallel import on_all_cores
 from flashlab.build.sources import contents, quote, read, readable, shown
 from flashlab.core.errors import CompileError, MissingPackageError, ParameterError, PerformanceWarningError
 from flashlab.core.paths import KERNELS, ROOT, digest
-from flashlab.core.problem import DType, Feature, Mask, Problem
+from flashlab.core.problem import DType, Feature, Problem
 from flashlab.kernels.registry import (
     ARCHS,
     CUDA_STAGES,
@@ -218,11 +218,8 @@ class Variant:
 
     def require(self, arch: str | None = None) -> None:
         """Raises what is wrong with asking for it: UnsupportedError as `Stage.require`, or DTypeError."""
-        mask: Mask = "causal" if self.causal else "full"
-        least = Problem(
-            batch=1, q_heads=1, kv_heads=1, q_len=1, kv_len=1, head_dim=self.head_dim, dtype=self.dtype, mask=mask
-        )
-        self.stage.require(least, arch)
+        mask = "causal" if self.causal else "full"
+        self.stage.require(Problem.of(1, 1, 1, 1, 1, self.head_dim, dtype=self.dtype, mask=mask), arch)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,6 +42,8 @@ DTYPES: tuple[DType, ...] = get_args(DType)
 MASKS: tuple[Mask, ...] = get_args(Mask)
 FEATURES: tuple[Feature, ...] = get_args(Feature)
 WITHOUT_FEATURES: Mapping[str, Any] = {"window": NO_WINDOW, "softcap": 0.0, "varlen": False}
+SIZES = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim")
+"""What a shape has, in its order: `BxHxHkvxSqxSkxD`."""
 BYTES_PER_ELEMENT = 2
 
 
@@ -70,7 +72,7 @@ class Problem:
     `q_len` is the most rows that one may have, `kv_len` the keys of all, and operations and bytes are not known."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim"):
+        for name in SIZES:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ShapeError(f"{name}: wanted a positive integer, got {value!r}")
@@ -92,6 +94,12 @@ class Problem:
             raise ParameterError(f"softcap: wanted a positive finite number, or 0 for none, got {self.softcap!r}")
 
     @classmethod
+    def of(cls, *sizes: int, **others: Any) -> Problem:
+        """A problem of these `SIZES`; `others` are its other fields."""
+        fields: dict[str, Any] = {**dict(zip(SIZES, sizes, strict=True)), **others}
+        return cls(**fields)
+
+    @classmethod
     def parse(cls, shape: str, *, dtype: str = "float16", mask: str = "full", **others: Any) -> Problem:
         """A problem from `BxHxSxD` or `BxHxHkvxSqxSkxD`, for example `16x16x2048x64`; `others` are its other fields.
 
@@ -110,8 +118,7 @@ class Problem:
                 "shape: wanted BxHxSxD or BxHxHkvxSqxSkxD, for example 16x16x2048x64 or 2x32x8x1024x8192x128, "
                 f"got {shape!r}"
             )
-        names = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim")
-        return cls(**dict(zip(names, numbers, strict=True)), dtype=dtype, mask=mask, **others)  # type: ignore[arg-type]
+        return cls.of(*numbers, dtype=dtype, mask=mask, **others)
 
     @property
     def features(self) -> tuple[Feature, ...]:

@@ -7,10 +7,10 @@ import numbers
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from flashlab.core.errors import DeviceError, DTypeError, InputError, LayoutError, ParameterError, ShapeError
-from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, NO_WINDOW, UNLIMITED, DType, Problem, Window
+from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, NO_WINDOW, UNLIMITED, Problem, Window
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.run import choice
@@ -317,16 +317,8 @@ def problem_of(inputs: Mapping[str, DeviceArray], causal: Any, *, packed: bool =
         raise ShapeError(
             f"q: wanted fewer than 2^31 tiles of {_LEAST_TILE} rows in all heads, got {tiles}; split the call by batch"
         )
-    return Problem(
-        batch=batch,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        q_len=q_len,
-        kv_len=kv_len,
-        head_dim=head_dim,
-        dtype=cast(DType, q.dtype),
-        mask="causal" if causal else "full",
-    )
+    mask = "causal" if causal else "full"
+    return Problem.of(batch, q_heads, kv_heads, q_len, kv_len, head_dim, dtype=q.dtype, mask=mask)
 
 
 def check_dtype(name: str, array: DeviceArray, *wanted: str) -> None:

@@ -121,21 +121,10 @@ def cases(
     _require("layout", layouts, {**LAYOUTS, **FAR_LAYOUTS})
     _require("mask", masks, MASKS)
     _require("dtype", dtypes, DTYPES)
-    batch, q_heads, kv_heads = heads
     combinations: list[Case] = []
     dims = _head_dims(able) if head_dims is None else head_dims
     for head_dim, dtype, mask, (q_len, kv_len) in itertools.product(dims, dtypes, masks, lengths):
-        problem = Problem(
-            batch=batch,
-            q_heads=q_heads,
-            kv_heads=kv_heads,
-            q_len=q_len,
-            kv_len=kv_len,
-            head_dim=head_dim,
-            dtype=dtype,  # type: ignore[arg-type]
-            mask=mask,  # type: ignore[arg-type]
-            **(features or {}),
-        )
+        problem = Problem.of(*heads, q_len, kv_len, head_dim, dtype=dtype, mask=mask, **(features or {}))
         names = tuple(name for name, stage in able.items() if stage.why_not(problem) is None)
         of_problem = (replace(problem, inputs=kind) for kind in kinds if names)
         combinations += [Case(same, layout, names) for same in of_problem for layout in layouts]
@@ -162,14 +151,12 @@ def _why_none(
     features: Mapping[str, Any],
 ) -> str:
     """Why no stage takes those problems: each one's reason, at a type and a head dim that it takes where there are."""
-    (batch, q_heads, kv_heads), (q_len, kv_len) = HEADS, lengths[0]
-    sizes: dict[str, Any] = {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len}
     reasons = []
     for stage in able.values():
         dtype = next((one for one in dtypes if one in stage.dtypes), dtypes[0])
         dims = stage.head_dims if head_dims is None else head_dims
         head_dim = next((one for one in dims if one in stage.head_dims), dims[0])
-        reasons.append(stage.why_not(Problem(**sizes, head_dim=head_dim, **{"dtype": dtype, **features})))
+        reasons.append(stage.why_not(Problem.of(*HEADS, *lengths[0], head_dim, dtype=dtype, **features)))
     return " ".join(dict.fromkeys(filter(None, reasons)))
 
 
@@ -428,14 +415,12 @@ def random_cases(
         ]
         if not fitting:
             continue
-        batch, q_heads, kv_heads = fitting[int(rng.integers(len(fitting)))]
-        problem = Problem(
-            batch=batch,
-            q_heads=q_heads,
-            kv_heads=kv_heads,
-            q_len=q_len,
-            kv_len=kv_len,
-            head_dim=int(rng.choice(dims)),
+        heads_drawn = fitting[int(rng.integers(len(fitting)))]
+        problem = Problem.of(
+            *heads_drawn,
+            q_len,
+            kv_len,
+            int(rng.choice(dims)),
             dtype=rng.choice(dtypes).item(),
             mask=rng.choice(MASKS).item(),
             inputs=kinds[len(drawn_cases) % len(kinds)],

@@ -60,17 +60,8 @@ def problem_of(q: Array, k: Array, v: Array, *, causal: bool, dtype: DType = "fl
             "wanted k and v of one shape, q's batch and head_dim, and heads that divide q's, "
             f"for example q (2, 8, 128, 64) with k, v (2, 4, 256, 64), got {got}"
         )
-    return Problem(
-        batch=batch,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        q_len=q_len,
-        kv_len=kv_len,
-        head_dim=head_dim,
-        dtype=dtype,
-        mask="causal" if causal else "full",
-        **features,
-    )
+    mask = "causal" if causal else "full"
+    return Problem.of(batch, q_heads, kv_heads, q_len, kv_len, head_dim, dtype=dtype, mask=mask, **features)
 
 
 def heads(problem: Problem) -> tuple[tuple[int, int], ...]:
