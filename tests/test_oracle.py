@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashlab.core.errors import DTypeError, ParameterError, ShapeError
+from flashlab.core.errors import DTypeError, ShapeError
 from flashlab.core.problem import DTYPES, DType, Problem
 from flashlab.verify import oracle
 from flashlab.verify.oracle import attention, make_inputs, pack, plain, round_to, to_float
@@ -88,22 +88,6 @@ def test_memory_is_bounded_by_the_tile_not_by_the_lengths(monkeypatch: pytest.Mo
     finally:
         tracemalloc.stop()
     assert peak < 4096 * 4096 * 8 / 16  # All scores would be 128 MiB.
-
-
-def test_some_rows_are_those_rows_of_the_whole() -> None:
-    q, k, v = make_inputs(Problem.parse("2x2x1x40x30x16"))
-    rows = [3, 11, 12, 39]
-    out, lse = attention(q, k, v, causal=True)
-    some, some_lse = attention(q, k, v, causal=True, rows=rows)
-    np.testing.assert_allclose(some, out[:, :, rows], rtol=1e-12, atol=1e-15)
-    np.testing.assert_allclose(some_lse, lse[:, :, rows], rtol=1e-12)
-
-
-@pytest.mark.parametrize("rows", [[], [-1], [40]])
-def test_rows_outside_are_refused(rows: list[int]) -> None:
-    q, k, v = make_inputs(Problem.parse("1x1x40x16"))
-    with pytest.raises(ParameterError, match="wanted query rows from 0 to 39"):
-        attention(q, k, v, causal=True, rows=rows)
 
 
 def test_large_scores_do_not_overflow() -> None:

@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from flashlab.core import inputs
-from flashlab.core.errors import DTypeError, ParameterError, ShapeError
+from flashlab.core.errors import DTypeError, ShapeError
 from flashlab.core.problem import DTYPES, NO_WINDOW, DType, Precision, Problem, Window
 
 Array = Any
@@ -311,7 +311,6 @@ def attention(
     window: Window = NO_WINDOW,
     softcap: float = 0.0,
     scale: float | None = None,
-    rows: Sequence[int] | None = None,
     xp: Any = np,
 ) -> tuple[Array, Array]:
     """softmax(scale · Q Kᵀ) V in float64.
@@ -321,26 +320,21 @@ def attention(
         causal: bottom-right aligned: query i sees key j when j - i <= kv_len - q_len.
         window: as `Problem.window`.
         softcap: as `Problem.softcap`.
-        rows: only these query rows, in this order; all where None.
         xp: numpy, or cupy where q, k and v are CuPy arrays.
 
     Returns:
-        The output (batch, q_heads, rows, head_dim) and the log-sum-exp (batch, q_heads, rows), natural logarithm, both
-        float64. A row that sees no key has output 0 and log-sum-exp -inf.
+        The output, like q, and the log-sum-exp (batch, q_heads, q_len), natural logarithm, both float64. A row that
+        sees no key has output 0 and log-sum-exp -inf.
 
     Raises:
         ShapeError, DTypeError: q, k, v are no attention problem.
-        ParameterError: a row that they do not have.
     """
     problem = problem_of(q, k, v, causal=causal, window=window, softcap=softcap)
-    if rows is not None and (len(rows) == 0 or min(rows) < 0 or max(rows) >= problem.q_len):
-        raise ParameterError(f"rows: wanted query rows from 0 to {problem.q_len - 1}, got {list(rows)[:8]}")
     scale = default_scale(problem.head_dim) if scale is None else scale
-    num_rows = problem.q_len if rows is None else len(rows)
-    out = xp.empty((problem.batch, problem.q_heads, num_rows, problem.head_dim), dtype=xp.float64)
-    lse = xp.empty(out.shape[:3], dtype=xp.float64)
-    flat_out, flat_lse = out.reshape(-1, *out.shape[2:]), lse.reshape(-1, num_rows)
-    for tile in tiles(problem, rows=rows):
+    out = xp.empty(q.shape, dtype=xp.float64)
+    lse = xp.empty(q.shape[:3], dtype=xp.float64)
+    flat_out, flat_lse = out.reshape(-1, *out.shape[2:]), lse.reshape(-1, problem.q_len)
+    for tile in tiles(problem):
         at = (tile.pairs, tile.span)
         flat_out[at], flat_lse[at], _ = exact_tile(q, k, v, tile, scale=scale, softcap=softcap, xp=xp)
     return out, lse
