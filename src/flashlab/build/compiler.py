@@ -258,7 +258,7 @@ def toolchain() -> Toolchain:
             continue
         if include_dir not in include_dirs:
             include_dirs.append(include_dir)
-        identity.append(f"{wheel} {_wheel_version(wheel)} {digest((include_dir / header).read_bytes())}")
+        identity.append(f"{wheel} {metadata.version(wheel)} {digest((include_dir / header).read_bytes())}")
     if missing:
         headers = ", ".join(f"nvidia/cu{major}/include/{Path(*part).as_posix()}" for part in _HEADER_WHEELS.values())
         raise MissingPackageError(
@@ -740,10 +740,3 @@ def _parse_resources(log: str, entry: str) -> Resources | None:
         stack_bytes=max(int(cumulative[1]) if cumulative else 0, *(int(frame) for frame, _, _ in frames)),
         static_smem_bytes=int(smem[1]) if smem else 0,
     )
-
-
-def _wheel_version(wheel: str) -> str:
-    try:
-        return metadata.version(wheel)
-    except metadata.PackageNotFoundError:  # headers without their wheel's record: the probed header still tells
-        return "unknown"

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -150,31 +150,30 @@ class Branches:
     """The rest: jumps, calls and returns that are always taken."""
 
 
-def branches(instructions: Sequence[Instruction]) -> Branches:
+def branches(instructions: Iterable[Instruction]) -> Branches:
     """The jumps among a kernel's instructions (`disassemble` of one entry)."""
-    kept = without_padding(tuple(instructions))
+    kept = without_padding(instructions)
     # Subroutines lie behind the kernel's last EXIT, so that the code from there on is theirs.
     last_exit = max((i.address for i in kept if i.opcode == "EXIT" and i.predicate is None), default=0)
-    jumps = [i for i in kept if classify(i).startswith("branch")]
-    conditional = [i for i in jumps if classify(i) == "branch_predicated"]
-    exits = [i for i in conditional if i.opcode == "EXIT"]
     calls = any(i.opcode.split(".")[0] == "CALL" for i in kept)
-    called = [i for i in conditional if i.address > last_exit and i.opcode != "EXIT"] if calls else []
+    conditional = [i for i in kept if classify(i) == "branch_predicated"]
+    exits = sum(i.opcode == "EXIT" for i in conditional)
+    called = sum(calls and i.address > last_exit and i.opcode != "EXIT" for i in conditional)
     return Branches(
-        predicated=len(conditional) - len(exits) - len(called),
-        predicated_exits=len(exits),
-        in_subroutines=len(called),
-        always=len(jumps) - len(conditional),
+        predicated=len(conditional) - exits - called,
+        predicated_exits=exits,
+        in_subroutines=called,
+        always=sum(classify(i) == "branch" for i in kept),
     )
 
 
-def shared_memory(instructions: Sequence[Instruction]) -> int:
+def shared_memory(instructions: Iterable[Instruction]) -> int:
     """How many of a kernel's instructions name shared memory: loads, stores, atomics, and copies into it."""
     kinds = ("shared_load", "shared_store", "async_copy")
-    return sum(classify(i) in kinds for i in without_padding(tuple(instructions)))
+    return sum(classify(i) in kinds for i in without_padding(instructions))
 
 
-def without_padding(instructions: tuple[Instruction, ...]) -> tuple[Instruction, ...]:
+def without_padding(instructions: Iterable[Instruction]) -> tuple[Instruction, ...]:
     """`instructions` less what fills gaps and each function's end: NOPs, and a branch to itself."""
     return tuple(i for i in instructions if i.opcode != "NOP" and (i.opcode, i.operands) != ("BRA", hex(i.address)))
 

@@ -132,7 +132,6 @@ def tile_map(array: DeviceArray, dtype: DType, rows: int, panels: int = 0, *, va
         origin=-length * row_stride if varlen else 0,
         box=(panel, rows, panels or head_dim // panel, 1, 1),
         swizzle=PANELS[panel],
-        l2_promotion="L2_128B",
     )
 
 

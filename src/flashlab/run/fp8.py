@@ -47,7 +47,6 @@ _COPY_ROWS = 34
 """What f0_e4m3.cu calls BLOCK_COPY_ROWS: rows of 128 bytes that hold 32 keys of V."""
 _ROW_BYTES = 128
 _TRANSPOSE_THREADS = 256
-_SCALES = ("Q_scale", "K_scale", "V_scale")
 
 
 class Fp8Params(ctypes.Structure):

@@ -10,7 +10,7 @@ import importlib
 import struct
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 from flashlab.core.problem import DType
 from flashlab.run import gpu
@@ -42,8 +42,6 @@ class TensorMap:
     """CUtensorMapSwizzle."""
     nan_fill: bool = False
     """Whether elements outside read as NaN, not as 0."""
-    l2_promotion: Literal["NONE", "L2_64B", "L2_128B", "L2_256B"] = "NONE"
-    """What a read from memory brings into the L2 cache at least: a hint."""
     origin: int = 0
     """Bytes from the array's address to the element whose coordinates are all 0, which need not be one of the array."""
 
@@ -59,7 +57,7 @@ class TensorMap:
             [driver.cuuint32_t(1) for _ in self.dims],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle(self.swizzle),
-            getattr(driver.CUtensorMapL2promotion, f"CU_TENSOR_MAP_L2_PROMOTION_{self.l2_promotion}"),
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,  # what a read brings into L2: a hint
             getattr(driver.CUtensorMapFloatOOBfill, f"CU_TENSOR_MAP_FLOAT_OOB_FILL_{fill}"),
         )
 
