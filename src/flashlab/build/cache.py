@@ -89,25 +89,17 @@ def _make(folder: Path, files: Sequence[str], make: Callable[[Path], Mapping[str
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Held by one thread of one process at a time."""
-    handle = _lock(path)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(handle)
-
-
-def _lock(path: Path) -> int:
     while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
+        with path.open("a", encoding="utf-8") as file:
             with contextlib.suppress(OSError):  # a file system without locks: two may then make the same entry
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            if os.fstat(handle).st_ino == path.stat().st_ino:
-                return handle
-        except FileNotFoundError:  # removed by whoever held it; so is one of another number
-            pass
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)
+                fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                stands = os.fstat(file.fileno()).st_ino == path.stat().st_ino
+            except FileNotFoundError:
+                stands = False
+            if stands:  # else whoever held it has removed it, and another may hold a new one
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
+                return
