@@ -454,7 +454,7 @@ def _fresh_toolchain(monkeypatch: pytest.MonkeyPatch) -> object:
 
 @pytest.mark.usefixtures("_fresh_toolchain")
 def test_a_missing_header_wheel_is_named_with_its_pip_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(compiler._HEADER_WHEELS, "nvidia-cuda-crt", ("", "crt/absent.h"))
+    monkeypatch.setitem(compiler._WHEELS, "nvidia-cuda-crt", ("include", "crt/absent.h"))
     with pytest.raises(MissingPackageError, match=r"pip install 'nvidia-cuda-crt==\d+\.\d+\.\*'$"):
         compiler.toolchain()
 
@@ -465,6 +465,9 @@ def test_headers_may_lie_in_several_folders(tmp_path: Path, monkeypatch: pytest.
     second = tmp_path / "nvidia" / home.parent.name / "include"
     second.mkdir(parents=True)
     (second / "crt").symlink_to(home / "crt")
+    record = tmp_path / "nvidia_cuda_crt-13.0.1.dist-info"
+    record.mkdir()
+    (record / "METADATA").write_text("Name: nvidia-cuda-crt\nVersion: 13.0.1\n", encoding="utf-8")
     compiler.toolchain.cache_clear()
     monkeypatch.syspath_prepend(str(tmp_path))
     found = compiler.toolchain().include_dirs
@@ -488,15 +491,16 @@ def test_what_is_in_the_cache_needs_no_compiler_loaded() -> None:
 def test_the_wheels_nvrtc_is_the_one_that_a_process_loads() -> None:
     loaded = pathfinder.load_nvidia_dynamic_lib("nvrtc").abs_path
     assert loaded is not None
-    assert compiler._nvrtc_of_wheel() == (*nvrtc.nvrtcVersion()[1:], Path(loaded).stat().st_size)
+    _, major, minor = nvrtc.nvrtcVersion()
+    assert compiler.toolchain().nvrtc_version == f"{major}.{minor}"
+    assert compiler.toolchain().identity[0].endswith(f" {Path(loaded).stat().st_size}")
 
 
-@pytest.mark.usefixtures("_fresh_toolchain")
 def test_another_nvrtc_than_the_installed_one_compiles_nothing(
     tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler, "_nvrtc_of_wheel", lambda: (13, 99, 1))
-    monkeypatch.setattr(compiler, "_HEADER_WHEELS", {})
+    other = dataclasses.replace(compiler.toolchain(), nvrtc_version="13.99")
+    monkeypatch.setattr(compiler, "toolchain", lambda: other)
     with pytest.raises(CompileError, match=r"wanted NVRTC \d+\.99, which is installed, .* got NVRTC \d+\.\d+\n"):
         build(tmp_path)
 

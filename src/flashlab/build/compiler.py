@@ -44,12 +44,13 @@ COMMON = KERNELS / "common"
 ELEMENTS: Mapping[DType, str] = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 """What the macro ELEMENT is for each element type."""
 
-_HEADER_WHEELS = {
-    "nvidia-cuda-runtime": ("", "cuda_fp16.h"),
-    "nvidia-cuda-crt": ("", "crt/mma.h"),
-    "nvidia-cuda-cccl": ("cccl", "cuda/std/cstdint"),
+_WHEELS = {
+    "nvidia-cuda-nvrtc": ("lib", "libnvrtc.so.{major}"),
+    "nvidia-cuda-runtime": ("include", "cuda_fp16.h"),
+    "nvidia-cuda-crt": ("include", "crt/mma.h"),
+    "nvidia-cuda-cccl": ("include/cccl", "cuda/std/cstdint"),
 }
-"""Wheel: its include folder below nvidia/cu<major>/include, and a header that proves it is there."""
+"""Wheel: its folder below nvidia/cu<major>, and a file in it that proves it is there. NVRTC says the version of all."""
 
 _LOST_PERFORMANCE = re.compile(r"^.*(?:\(C75(?:08|1[0-5])\)|Potential Performance Loss).*$", re.MULTILINE)
 """ptxas advisories that cost performance: C7508 setmaxnreg ignored, C7510 to C7515 wgmma serialised. Each begins with
@@ -241,46 +242,36 @@ class Job(Variant):
 
 @lru_cache(maxsize=1)
 def toolchain() -> Toolchain:
-    """The compiler and the header folders.
+    """The compiler and the header folders, of which nothing is loaded: a call whose kernel is in the cache needs no
+    compiler.
 
     Raises:
         MissingPackageError: a package is missing; the message has the pip command.
     """
-    major, minor, size = _nvrtc_of_wheel()
-    roots = [Path(folder).absolute() / "nvidia" / f"cu{major}" / "include" for folder in sys.path]
-    include_dirs: list[Path] = []
+    version, major, pinned = "", "", ">=13,<14"
+    folders: list[Path] = []
+    identity: list[str] = []
     missing: list[str] = []
-    identity = [f"nvrtc {major}.{minor} {size}", f"cuda-core {metadata.version('cuda-core')}"]
-    for wheel, (folder, header) in _HEADER_WHEELS.items():
-        include_dir = next((root / folder for root in roots if (root / folder / header).is_file()), None)
-        if include_dir is None:
-            missing.append(f"'{wheel}=={major}.{minor}.*'")
+    for wheel, (folder, name) in _WHEELS.items():
+        try:
+            found = metadata.distribution(wheel)
+            if not version:
+                major, minor, *_ = found.version.split(".")
+                version, pinned = f"{major}.{minor}", f"=={major}.{minor}.*"
+            place = Path(str(found.locate_file(f"nvidia/cu{major}/{folder}")))
+            file = place / name.format(major=major)
+            content = file.stat().st_size if folder == "lib" else digest(file.read_bytes())
+        except (metadata.PackageNotFoundError, OSError):
+            missing.append(f"'{wheel}{pinned}'")
             continue
-        if include_dir not in include_dirs:
-            include_dirs.append(include_dir)
-        identity.append(f"{wheel} {metadata.version(wheel)} {digest((include_dir / header).read_bytes())}")
+        folders.append(place)
+        identity.append(f"{wheel} {found.version} {content}")
     if missing:
-        headers = ", ".join(f"nvidia/cu{major}/include/{Path(*part).as_posix()}" for part in _HEADER_WHEELS.values())
         raise MissingPackageError(
-            f"wanted the CUDA headers {headers} from wheels, not all are installed. "
+            "wanted NVRTC and the CUDA headers from wheels to compile kernels, not all are installed. "
             f"Install them: pip install {' '.join(missing)}"
         )
-    return Toolchain(nvrtc_version=f"{major}.{minor}", include_dirs=tuple(include_dirs), identity=tuple(identity))
-
-
-def _nvrtc_of_wheel() -> tuple[int, int, int]:
-    """Major and minor version of the installed wheel's NVRTC, and its library's size, without loading it: a call whose
-    kernel is in the cache needs no compiler."""
-    try:
-        metadata.version("cuda-bindings")
-        wheel = metadata.distribution("nvidia-cuda-nvrtc")
-        major, minor, *_ = map(int, wheel.version.split("."))
-        return major, minor, Path(str(wheel.locate_file(f"nvidia/cu{major}/lib/libnvrtc.so.{major}"))).stat().st_size
-    except (metadata.PackageNotFoundError, ValueError, OSError) as error:
-        raise MissingPackageError(
-            f"wanted cuda-bindings and the NVRTC library of a wheel to compile kernels, got: {error}. "
-            "Install them: pip install 'cuda-bindings>=13,<14' 'nvidia-cuda-nvrtc>=13,<14'"
-        ) from error
+    return Toolchain(nvrtc_version=version, include_dirs=tuple(dict.fromkeys(folders[1:])), identity=tuple(identity))
 
 
 def compile_stage(job: Job) -> Cubin:
