@@ -431,14 +431,12 @@ def emulate(
     inputs = {name: place.view(of, name) for name, of in {"q": q, "k": k, "v": v, **_named(sequences)}.items()}
     target = None if out is None else place.view(out, "out")
     how: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "stage": stage}
-    if sequences is not None:
-        how["max_seqlen_q"] = sequences.max_seqlen_q
+    how["max_seqlen_q"] = None if sequences is None else sequences.max_seqlen_q
     planned = plan(*inputs.values(), arch=None, out=target, **how)
     if sequences is not None:
-        totals = {f"total_{name}": inputs[name].shape[0] for name in "qk"}
-        check_lengths(
-            *(inputs[name].owner for name in _named(sequences)), **totals, max_seqlen_q=sequences.max_seqlen_q
-        )
+        ends = (inputs[name].owner for name in ("cu_seqlens_q", "cu_seqlens_k"))
+        total_q, total_k = inputs["q"].shape[0], inputs["k"].shape[0]
+        check_lengths(*ends, total_q=total_q, total_k=total_k, max_seqlen_q=sequences.max_seqlen_q)
     made = outputs_of(place, inputs, out, lse, return_lse=return_lse)
     variant = Variant.of(
         planned.stage, planned.problem, aligned=planned.aligned, overrides=tunables(params), source=_file(source)
@@ -449,12 +447,12 @@ def emulate(
         kernel,
         _views(inputs, made.out_view),
         made.lse_view,
-        surroundings=surroundings or {},
+        surroundings=surroundings,
         count_fallbacks=count_fallbacks,
     )
     launch = partial(call.launch, schedule=schedule, threads=threads, cancel=cancel)
     if timeout_s is not None and call.alone and sequences is None:
-        _refuse_too_large(planned, call.shape, launch, timeout_s=timeout_s, races=races, threads=threads)
+        _refuse_too_large(call, launch, timeout_s=timeout_s, races=races, threads=threads)
     report = launch(timeout_s)
     call.finish(report)
     fallbacks = Fallbacks(*call.fallbacks.tolist()) if count_fallbacks else None
@@ -511,7 +509,6 @@ class EmulatedCall:
         work = _workspace_on_cpu(words, counters)
         self._work = work[:counters]
         self.fallbacks = np.zeros(len(Fallbacks._fields), np.uint32)
-        names = {"Q": "q", "K": "k", "V": "v", "O": "out", "LSE": "lse"}
         # Rows that belong to no sequence stay as they were.
         written: emulator.Access = "rw" if planned.problem.varlen else "w"
         self.pointers = {
@@ -519,7 +516,7 @@ class EmulatedCall:
                 array=view.owner,
                 access=written if name in ("O", "LSE") else "r",
                 name=name,
-                surroundings=(surroundings or {}).get(names.get(name, name)),
+                surroundings=(surroundings or {}).get("out" if name == "O" else name.lower()),
             )
             for name, view in {**views, **({} if lse is None else {"LSE": lse})}.items()
         }
@@ -614,15 +611,14 @@ def run_on_cpu(
 
 
 def _refuse_too_large(
-    planned: Plan,
-    shape: LaunchShape,
+    call: EmulatedCall,
     launch: Callable[[float | None, int | None], emulator.Report],
     *,
     timeout_s: float,
     races: bool,
     threads: int | None,
 ) -> None:
-    problem = planned.problem
+    problem, stage, shape = call.planned.problem, call.planned.stage, call.shape
     cost = _HOOKS_COST if races else 1.0
     if problem.flops * cost <= _SMALL_FLOPS:
         return
@@ -639,7 +635,7 @@ def _refuse_too_large(
     seconds = problem.flops * cost / (_ASSUMED_FLOPS_PER_S * cores)
     # A trial is better than any assumption, where it is not itself too long, and the answer not clear anyway.
     trial_s = trial_flops * cost / (_ASSUMED_FLOPS_PER_S * blocks)
-    in_parts = not shape.persistent and shape.cluster <= 1 and planned.stage.language == "cuda"
+    in_parts = not shape.persistent and shape.cluster <= 1 and stage.language == "cuda"
     if in_parts and 0 < trial_s < _TRIAL_S and seconds < _CLEARLY * timeout_s:
         try:
             trial = launch(2 * _TRIAL_S, blocks)
@@ -650,7 +646,7 @@ def _refuse_too_large(
             seconds = trial.seconds * (problem.flops / trial_flops) * (blocks / cores)
     if seconds > timeout_s:
         raise TooLargeError(
-            f"{problem.label} by stage {planned.stage.id} would take about {_duration(seconds)} on {cores} "
+            f"{problem.label} by stage {stage.id} would take about {_duration(seconds)} on {cores} "
             f"core{'s' if cores > 1 else ''}; wanted at most {_duration(timeout_s)}. A smaller problem works, and "
             "`flashlab.emulate(…, timeout_s=None)` runs it for as long as it takes.",
             seconds=seconds,
