@@ -429,7 +429,7 @@ def on_host(obj: Any, name: str) -> DeviceArray:
             f"{name}: wanted {_ON_HOST}, of float16 or bfloat16, got {type(obj).__name__}, which NumPy cannot read: "
             f"{error}. `numpy.asarray` of it, with ml_dtypes.bfloat16 as the type where it is bfloat16, works."
         ) from error
-    if array.dtype.byteorder not in "=|" and not array.dtype.isnative:
+    if not array.dtype.isnative:
         raise DTypeError(f"{name}: wanted this machine's byte order, got {array.dtype}")
     if any(stride % array.itemsize for stride in array.strides):
         raise LayoutError(f"{name}: wanted strides of whole elements, got {array.strides} bytes")

@@ -84,19 +84,15 @@ def quantize_e4m3(x: Any) -> tuple[Any, Any]:
         raise DeviceError(f"x: wanted a torch tensor, or a NumPy array, got {type(x).__name__} on {view.place}")
     if len(view.shape) != 4 or 0 in view.shape:
         raise ShapeError(f"x: wanted (batch, heads, length, head_dim), none of them 0, got shape {view.shape}")
-    if view.library == "torch":
-        torch = importlib.import_module("torch")
-        wide = x.float()
-        scale = wide.abs().amax(dim=(-2, -1)) / LARGEST
-        scale = torch.where(scale == 0, torch.ones_like(scale), scale)
-        return (wide / scale[..., None, None]).to(torch.float8_e4m3fn).contiguous(), scale
-    import ml_dtypes
-    import numpy as np
-
-    wide = view.owner.astype(np.float32, order="C")
-    scale = np.abs(wide).max(axis=(-2, -1)) / np.float32(LARGEST)
-    scale = np.where(scale == 0, np.float32(1), scale)
-    return (wide / scale[..., None, None]).astype(ml_dtypes.float8_e4m3fn), scale
+    of_torch = view.library == "torch"
+    library = importlib.import_module("torch" if of_torch else "numpy")
+    wide = x.float() if of_torch else view.owner.astype("float32", order="C")
+    scale = library.amax(library.abs(wide), (-2, -1)) / LARGEST
+    scale = library.where(scale == 0, library.ones_like(scale), scale)
+    scaled = wide / scale[..., None, None]
+    if of_torch:
+        return scaled.to(library.float8_e4m3fn).contiguous(), scale
+    return scaled.astype(importlib.import_module("ml_dtypes").float8_e4m3fn), scale
 
 
 def fp8_attention(
