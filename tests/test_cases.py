@@ -117,7 +117,7 @@ def test_rows_far_apart_have_offsets_of_more_than_32_bits_and_take_little_memory
         held.array[0, 0, 257, 5] = 0
         assert held.why_damaged() == f"input modified: 1 of {values.size} elements"
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KiB; macOS counts bytes
-        assert Guarded.output(values.shape, "float16", **cases.placement(values.shape, layout)).why_damaged() is None
+        assert Guarded(values.shape, "float16", **cases.placement(values.shape, layout)).why_damaged() is None
 
 
 @needs_compiler

@@ -360,7 +360,7 @@ def test_hugging_faces_window_counts_the_querys_own_key() -> None:
 @needs_compiler
 def test_an_output_and_a_log_sum_exp_of_the_callers_are_written_within_their_bounds() -> None:
     q, k, v = oracle.make_inputs(WINDOWED)
-    out, lse = Guarded.output(q.shape, "float16"), Guarded.output(q.shape[:3], "float32")
+    out, lse = Guarded(q.shape, "float16"), Guarded(q.shape[:3], "float32")
     emulate(q, k, v, **WINDOWED.options, out=out.array, lse=lse.array)
     assert out.why_damaged() is None is lse.why_damaged()
     wanted, wanted_lse = oracle.attention(q, k, v, causal=True, window=WINDOWED.window)

@@ -292,8 +292,8 @@ def test_nothing_is_written_outside_of_the_sequences(stage: str, aligned: bool, 
     packed = Packed(((5, 70), (130, 20), (0, 3), (9, 0)), head_dim=head_dim, spare=7)
     shape = packed.q.shape
     strides = None if aligned else (shape[1] * (head_dim + 1), head_dim + 1, 1)
-    out = Guarded.output(shape, "float16", strides=strides)
-    lse = Guarded.output(shape[1::-1], "float32")
+    out = Guarded(shape, "float16", strides=strides)
+    lse = Guarded(shape[1::-1], "float32")
     before = out.array.copy(), lse.array.copy()
     ran = packed.run(stage=stage, out=out.array, lse=lse.array, causal=True, races=True, timeout_s=600)
     assert ran.plan.aligned == aligned
@@ -317,8 +317,8 @@ def test_wrong_numbers_on_a_gpu_touch_nothing_outside(
     for at_q, at_k in (([-9, 40, 10, far], [0, far, -far, 60]), ([70, 0, 60, 60], [far, 0, 75, 10])):
         cu = (np.array(at_q, np.int32), np.array(at_k, np.int32))
         width = 64 if aligned else 65
-        out = Guarded.output(packed.q.shape, "float16", strides=(2 * width, width, 1))
-        lse = Guarded.output(packed.q.shape[1::-1], "float32")
+        out = Guarded(packed.q.shape, "float16", strides=(2 * width, width, 1))
+        lse = Guarded(packed.q.shape[1::-1], "float32")
         sequences = Sequences(*cu, 60)
         values = (packed.q, packed.k, packed.v)
         ran = emulate(*values, sequences=sequences, stage=stage, out=out.array, lse=lse.array, races=True, causal=True)

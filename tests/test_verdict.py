@@ -306,7 +306,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_a_guarded_output_starts_poisoned_and_may_be_written_whole(dtype: str, layout: str) -> None:
-    out = Guarded.output((2, 3, 5, 8), dtype, strides=LAYOUTS[layout])
+    out = Guarded((2, 3, 5, 8), dtype, strides=LAYOUTS[layout])
     assert str(out.array.dtype) == dtype
     assert np.isnan(out.array.astype(np.float32)).all()
     assert [s // out.array.itemsize for s in out.array.strides] == list(LAYOUTS[layout])
@@ -326,7 +326,7 @@ def test_a_guarded_output_starts_poisoned_and_may_be_written_whole(dtype: str, l
     ],
 )
 def test_a_write_outside_is_found_and_placed(index: int, place: str) -> None:
-    out = Guarded.output((2, 3, 5, 8), "float16", strides=LAYOUTS["padded"])
+    out = Guarded((2, 3, 5, 8), "float16", strides=LAYOUTS["padded"])
     out.buffer[index] ^= 1
     assert out.why_damaged() == f"write outside the array: 2 bytes, {place}"
 
@@ -348,7 +348,7 @@ def test_a_changed_sign_of_zero_is_a_change() -> None:
 
 @pytest.mark.parametrize("offset", [0, 1])
 def test_a_guarded_array_is_aligned_unless_told_otherwise(offset: int) -> None:
-    out = Guarded.output((1, 1, 4, 8), "float16", offset_words=offset)
+    out = Guarded((1, 1, 4, 8), "float16", offset_words=offset)
     assert (out.array.ctypes.data - out.buffer.ctypes.data) % 256 == 2 * offset
 
 
@@ -371,7 +371,7 @@ def test_everything_runs_on_another_array_library(dtype: DType) -> None:
     xp = CupyLike()
     problem = Problem.parse("1x2x1x70x100x64", dtype=dtype, mask="causal")
     q, k, v = (Guarded.holding(x, xp=xp) for x in make_inputs(problem, xp=xp))
-    out = Guarded.output(q.array.shape, dtype, strides=strides_of(q.array.shape, row_padding=8), xp=xp)
+    out = Guarded(q.array.shape, dtype, strides=strides_of(q.array.shape, row_padding=8), xp=xp)
     assert str(out.array.dtype) == {"float16": "float16", "bfloat16": "uint16"}[dtype]
     out.array[...] = plain(q.array, k.array, v.array, causal=True, dtype=dtype, xp=xp)
     assert all(x.why_damaged() is None for x in (q, k, v, out))

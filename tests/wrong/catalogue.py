@@ -43,8 +43,8 @@ class Call:
             q=Guarded.holding(q),
             k=Guarded.holding(k),
             v=Guarded.holding(v),
-            out=Guarded.output(q.shape, problem.dtype, strides=strides_of(q.shape, row_padding=8)),
-            lse=Guarded.output(q.shape[:3], "float32"),
+            out=Guarded(q.shape, problem.dtype, strides=strides_of(q.shape, row_padding=8)),
+            lse=Guarded(q.shape[:3], "float32"),
         )
 
     @property

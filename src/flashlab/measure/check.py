@@ -270,8 +270,8 @@ def _guarded_run(
     """The verdict, the output and log-sum-exp it is on, and fallbacks; `inputs` are `_guarded_inputs` of the values."""
     cupy = need("cupy")
     out_shape = values[0].shape
-    out = Guarded.output(out_shape, problem.dtype, xp=cupy, **placement(out_shape, layout))
-    lse = Guarded.output(out_shape[:3], "float32", xp=cupy)
+    out = Guarded(out_shape, problem.dtype, xp=cupy, **placement(out_shape, layout))
+    lse = Guarded(out_shape[:3], "float32", xp=cupy)
     views = [_for_kernel(buffer.array, problem) for buffer in (*inputs, out)]
     prepared = prepare(
         *views[:3],

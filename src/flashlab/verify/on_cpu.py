@@ -222,8 +222,8 @@ def emulated_verdict(
     """
     inputs = [Guarded.holding(x, **placement(x.shape, layout, t)) for x, t in zip(values, TENSORS, strict=False)]
     out_shape = values[0].shape
-    out = Guarded.output(out_shape, problem.dtype, **placement(out_shape, layout))
-    lse = Guarded.output(out_shape[:3], "float32")
+    out = Guarded(out_shape, problem.dtype, **placement(out_shape, layout))
+    lse = Guarded(out_shape[:3], "float32")
     buffers = dict(zip(("q", "k", "v", "out", "lse"), (*inputs, out, lse), strict=True))
     q, k, v = (buffer.array for buffer in inputs)
     ran = emulate(

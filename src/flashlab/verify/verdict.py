@@ -551,11 +551,11 @@ def strides_of(shape: Sequence[int], *, row_padding: int = 0, order: str = "bhsd
 class Guarded:
     """An array inside a larger buffer that is full of NaN: before it, after it and between its rows.
 
-    As an output (`Guarded.output`) it starts full of poison, a NaN too: an unwritten element is not taken for a wrong
+    As an output it starts full of poison, a NaN too: an unwritten element is not taken for a wrong
     one, and a write outside is found. As an input (`Guarded.holding`) it holds given values: a read outside that
     matters makes the output NaN, and a write to it is found.
 
-    >>> out = Guarded.output((1, 2, 65, 64), "float16", strides=strides_of((1, 2, 65, 64), row_padding=8))
+    >>> out = Guarded((1, 2, 65, 64), "float16", strides=strides_of((1, 2, 65, 64), row_padding=8))
     >>> q = Guarded.holding(q_values)
     >>> kernel(q.array, ..., out.array)
     >>> out.why_damaged() or q.why_damaged() or check(out.array, ...).reason
@@ -575,7 +575,7 @@ class Guarded:
         sparse: bool = False,
         xp: Any = np,
     ) -> None:
-        """An output; see `output`, and `holding` for an input.
+        """An output, poisoned; `holding` makes an input.
 
         Args:
             dtype: float16, bfloat16 or float32.
@@ -608,11 +608,6 @@ class Guarded:
             self.array: Array = bits.view(ml_dtypes.bfloat16) if xp is np else bits
         else:
             self.array = bits.view(dtype)
-
-    @classmethod
-    def output(cls, shape: Sequence[int], dtype: str, **layout: Any) -> Guarded:
-        """A poisoned output; `layout` as `__init__` takes it."""
-        return cls(shape, dtype, **layout)
 
     @classmethod
     def holding(cls, values: Array, **layout: Any) -> Guarded:
