@@ -260,6 +260,7 @@ def toolchain() -> Toolchain:
                 version, pinned = f"{major}.{minor}", f"=={major}.{minor}.*"
             place = Path(str(found.locate_file(f"nvidia/cu{major}/{folder}")))
             file = place / name.format(major=major)
+            # The library is too large to be read at every start.
             content = file.stat().st_size if folder == "lib" else digest(file.read_bytes())
         except (metadata.PackageNotFoundError, OSError):
             missing.append(f"'{wheel}{pinned}'")
