@@ -34,12 +34,6 @@ RESULT = (
     *(*_OF_STATE, "regime", "cache", "run", "commit", "dirty"),
 )
 """The columns of `flashlab results`: see `headline`."""
-_STATES: Mapping[str, tuple[Regime, Cache]] = {
-    "cold": ("burst", "cold"),
-    "rotating": ("burst", "rotating"),
-    "step": ("burst", "step"),
-    "sustained": ("sustained", "hot"),
-}
 _CACHE: dict[Path, tuple[tuple[Any, ...], pd.DataFrame]] = {}
 
 
@@ -48,18 +42,15 @@ def frame(gpu: str, data: Path = DATA, folder: str = "runs") -> pd.DataFrame:
 
     Read again only where a file's content changed. The frame belongs to everybody: derive from it, never change it.
 
-    Columns of every kind: `run`, `session`, `time`, `commit`, `dirty`, `start` (of the machine, or None), `gpu`,
-    `gpu_name`, `fingerprint`, `kind`, `name` (stage id or library), `record` (the record itself), `path`, `line` and
-    `place` (`nvidia-h200/runs/….jsonl:12`, relative to `data`).
+    Columns of every kind: `run`, `session`, `kind`, `name` (stage id or library), `record` (the record itself), `line`
+    and `place` (`nvidia-h200/runs/….jsonl:12`, relative to `data`); but for profiles `commit`, `dirty`, `gpu` and
+    `fingerprint`.
 
-    Of what ran on a problem: `problem`, and its fields `shape`, `batch`, `q_heads`, `kv_heads`, `q_len`, `kv_len`,
-    `head_dim`, `dtype`, `mask`, `inputs`, `window`, `softcap`; `features`, both in words, empty where there are none;
-    `layout`, `lse`, `second` (a stage's row with the log-sum-exp on, beside its own), `status`, `reason`, `samples` (a
-    tuple of `schema.Samples`), `cubin`, `verdict`, `registers`, `spill_bytes`, `smem_bytes`, `blocks_per_sm`; the
-    columns of `state_of`; `cold_us`, `rotating_us`, `step_us`, `sustained_us`, and so for `_tflops`. None or NaN
-    where there is none.
+    Of what ran on a problem: `problem`, and of its fields `shape`, `dtype`, `mask`, `inputs` and `features` (a
+    window and a soft cap, in words, empty where there are none); `layout`, `lse`, `second` (a stage's row with the
+    log-sum-exp on, beside its own), `status`, `reason` and the columns of `state_of`. None or NaN where there is none.
 
-    Of ceilings: `unit` and `value`.
+    Of ceilings: `value`.
     """
     where = data / gpu / folder
     paths = store.files(where)
@@ -70,9 +61,9 @@ def frame(gpu: str, data: Path = DATA, folder: str = "runs") -> pd.DataFrame:
         session = sessions({line.record.run: line.record.gpu for line in lines})
         rows = [
             {
-                **_row_of(line.record),
+                **_described(line.record),
+                **(state_of(line.record) if isinstance(line.record, schema.Timed) else {}),
                 "session": session[line.record.run],
-                "path": line.path,
                 "line": line.number,
                 "place": f"{line.path.relative_to(data).as_posix()}:{line.number}",
             }
@@ -82,44 +73,20 @@ def frame(gpu: str, data: Path = DATA, folder: str = "runs") -> pd.DataFrame:
     return known[1]
 
 
-def _row_of(record: Any) -> dict[str, Any]:
-    """The columns of a record that follow from it alone: see `frame`."""
-    row = _described(record)
-    if not isinstance(record, schema.Timed):
-        return row
-    for label, state in _STATES.items():
-        values = state_of(record, *state)
-        row |= {f"{label}_us": values["median_us"], f"{label}_tflops": values["tflops"]}
-    return state_of(record) | row
-
-
 def _described(record: Any) -> dict[str, Any]:
-    """Those that are no times."""
-    row: dict[str, Any] = {
-        "run": record.run,
-        "time": record.time,
-        "kind": getattr(record, "kind", ""),
-        "name": getattr(record, "name", None) or getattr(record, "stage", ""),
-        "record": record,
-    }
-    if isinstance(record, schema.StageProfile):
-        row |= {"commit": record.commit, "dirty": record.dirty, "gpu_name": record.gpu}
-    else:
-        row |= {"commit": record.source.commit, "dirty": record.source.dirty, "start": record.start}
-        row |= {"gpu": record.gpu.slug, "gpu_name": record.gpu.name, "fingerprint": record.gpu.fingerprint}
+    """The columns of a record that are no times: see `frame`."""
+    name = getattr(record, "name", None) or getattr(record, "stage", "")
+    row = {"run": record.run, "kind": getattr(record, "kind", ""), "name": name, "record": record}
+    if not isinstance(record, schema.StageProfile):
+        row |= {"commit": record.source.commit, "dirty": record.source.dirty}
+        row |= {"gpu": record.gpu.slug, "fingerprint": record.gpu.fingerprint}
     if isinstance(record, schema.Ceiling):
-        return row | {"unit": record.unit, "value": record.value}
-    if not hasattr(record, "problem"):
-        return row
-    row |= {"problem": record.problem, "shape": record.problem.shape, **vars(record.problem)}
-    row["features"] = record.problem.features_label
-    row["samples"] = getattr(record, "samples", ())
+        row["value"] = record.value
+    if problem := getattr(record, "problem", None):
+        row |= {name: getattr(problem, name) for name in ("shape", "dtype", "mask", "inputs")}
+        row |= {"problem": problem, "features": problem.features_label}
     if isinstance(record, schema.Timed):
-        cubin = record.cubin
-        row |= {name: getattr(record, name) for name in ("status", "reason", "verdict", "cubin")}
-        row |= {name: getattr(cubin, name, None) for name in ("registers", "blocks_per_sm")}
-        row |= {"spill_bytes": cubin.spill_store_bytes if cubin else None}
-        row |= {"smem_bytes": cubin.static_smem_bytes + cubin.dynamic_smem_bytes if cubin else None}
+        row |= {"status": record.status, "reason": record.reason}
     if isinstance(record, schema.Measurement):
         row |= {"layout": record.layout, "lse": record.lse, "second": record.with_lse}
     return row
