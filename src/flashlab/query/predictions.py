@@ -15,7 +15,8 @@ from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Expected, Stage
 from flashlab.query import select
-from flashlab.query.select import Policy, Results
+from flashlab.query.frame import measured
+from flashlab.query.select import Results
 from flashlab.record.schema import Measurement
 
 
@@ -47,9 +48,9 @@ def scores(shown: Results, stages: Iterable[Stage] | None = None) -> list[Scored
 
 def _scored(stage: Stage, expected: Expected, shown: Results) -> Scored:
     mine, base = _rows(stage, expected, shown)
-    rate = select.rate(mine) if mine else None
+    rate = select.rate(mine)
     if expected.of == "ratio":
-        under = select.rate(base) if base else None
+        under = select.rate(base)
         rate = rate / under if rate and under else None
     return Scored(stage=stage, expected=expected, measured=rate, run=mine.run if mine and rate else "")
 
@@ -71,21 +72,12 @@ def _rows(stage: Stage, expected: Expected, shown: Results) -> tuple[Measurement
 def of_one_run(
     name: str, problem: Problem, over: str, other: Problem, records: pd.DataFrame
 ) -> tuple[Measurement | None, Measurement | None]:
-    """The rows of both in the newest run that timed both."""
-    if records.empty:
-        return None, None
+    """The rows of both in the newest run that timed both; None twice where none did."""
 
-    def policy(needed: str, at: Problem) -> Policy:
-        return replace(select.together(needed), inputs=(at.inputs,))
+    def timed(name: str, at: Problem) -> dict[str, Measurement]:
+        rows = (row for row in measured(records) if row.name == name and row.problem == at and not row.with_lse)
+        return {row.run: row for row in rows if row.samples_of()}
 
-    wanted = ((name, problem), (over, other))
-    runs = [
-        set(records[(records["name"] == one) & (records["problem"] == at) & records["median_us"].notna()]["run"])
-        for one, at in wanted
-    ]
-    run = max(runs[0] & runs[1], default=None)
-    found = []
-    for one, at in wanted:
-        part = records[(records["run"] == run) & (records["problem"] == at)]
-        found.append(next((row for row in select.select(part, policy(one, at)) if row.name == one), None))
-    return found[0], found[1]
+    mine, base = timed(name, problem), timed(over, other)
+    run = max(mine.keys() & base.keys(), default="")
+    return mine.get(run), base.get(run)

@@ -2,11 +2,10 @@
 
 **The rule.** Rows that were measured together stay together. For every problem the candidates are the sessions (the
 runs of one commit on one GPU, each begun within six hours of the one before) that hold rows of it, or its single runs
-where rows are compared with each other: a ratio means most between rows that were interleaved. Candidates that lack a
-time of something the policy needs are out. Of sessions, the one whose last rung stands highest on the ladder wins: what
-most readers compare is the last kernel with the libraries. Sessions in which that kernel had other machine code than in
-the newest are out. Of those that are left, the one that tried most of what the policy covers wins; of several, the
-newest. So a later run of one stage does not hide the ladder.
+where rows are compared with each other: a ratio means most between rows that were interleaved. Of sessions, the one
+whose last rung stands highest on the ladder wins: what most readers compare is the last kernel with the libraries.
+Sessions in which that kernel had other machine code than in the newest are out. Of those that are left, the one that
+tried most of what the policy covers wins; of several, the newest. So a later run of one stage does not hide the ladder.
 
 In a session a problem's rows come from the run that tried most of the ladder there, then of what the policy covers,
 then from the one that took samples in most states, then from the newest; what that run did not try is filled in from
@@ -23,8 +22,7 @@ second row, with the log-sum-exp on, is never chosen.
 `SHOWN` is what pages, charts, tables and `flashlab results` show; `LADDER` is the stages of one run; `OFF_LADDER` is
 stages off the ladder beside what was interleaved with them, `DECODING` those for decoding beside what a session
 measured with them, `of_stage(...)` one of them and its variants likewise, with the tunables that their names have today
-where some session ran those; `FEATURED` is the stages of one run, problems with a window or a soft cap too;
-`together(...)` is for the ratio of some implementations.
+where some session ran those; `FEATURED` is the stages of one run, problems with a window or a soft cap too.
 `by_start` is for intervals: it finds what other starts of a machine measured with the code of the newest.
 """
 
@@ -67,10 +65,8 @@ class Policy:
 
     within: Literal["session", "run"] = "session"
     """What counts as measured together."""
-    needs: tuple[str, ...] = ()
-    """Stages and libraries that must all have a burst time."""
     covers: tuple[str, ...] = tuple(registry.STAGES)
-    """Those of which the candidate that tried most wins; of none, the newest wins."""
+    """Those of which the candidate that tried most wins."""
     as_named: bool = False
     """Whether the candidate wins that tried most of them with the tunables that their names have today, for defaults
     change."""
@@ -90,11 +86,6 @@ LADDER = Policy(within="run", off_ladder="with")
 OFF_LADDER = Policy(within="run", covers=_OFF_LADDER, off_ladder="only")
 DECODING = Policy(covers=tuple(registry.DECODE), off_ladder="only", fill=False)
 FEATURED = Policy(within="run", off_ladder="with", features=True)
-
-
-def together(*names: str) -> Policy:
-    """The newest run that timed all of these, so that their ratio has a meaning."""
-    return Policy(within="run", needs=names, covers=(), off_ladder="with")
 
 
 def of_stage(stage: registry.Stage) -> Policy:
@@ -168,7 +159,7 @@ def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> tuple[Measurement, ...
     some runs, filter the frame before.
 
     Returns:
-        None where no candidate has what the policy needs. One that was filled in is a `Filled`.
+        One that was filled in is a `Filled`.
     """
     if rows.empty or "second" not in rows:
         return ()
@@ -184,25 +175,15 @@ def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> tuple[Measurement, ...
     chosen: list[Measurement] = []
     for problem in sorted(candidates, key=problem_order):
         merged = {key: _merged(list(runs.values()), policy.covers) for key, runs in candidates[problem].items()}
-        fit = {
-            key: by_name
-            for key, by_name in merged.items()
-            if all(name in by_name and by_name[name].samples_of() for name in policy.needs)
-        }
-        if not fit:
-            continue
+        tried = {key: _tried(by_name, policy.covers) for key, by_name in merged.items()}
         sessions = policy.within == "session"
         best = max(
-            _of_the_last(fit, policy.covers) if sessions and policy.last else fit,
-            key=lambda key: (
-                policy.as_named and sum(map(_is_as_named, _tried(fit[key], policy.covers))),
-                len(_tried(fit[key], policy.covers)),
-                key,
-            ),
+            _of_the_last(merged, policy.covers) if sessions and policy.last else merged,
+            key=lambda key: (policy.as_named and sum(map(_is_as_named, tried[key])), len(tried[key]), key),
         )
-        by_name = dict(fit[best])
+        by_name = merged[best]
         if sessions and policy.fill:
-            _fill(by_name, [fit[key] for key in sorted(fit, reverse=True) if key != best], policy.covers)
+            _fill(by_name, [merged[key] for key in sorted(merged, reverse=True) if key != best], policy.covers)
         chosen += ordered(by_name.values())
     return tuple(chosen)
 
@@ -456,10 +437,16 @@ def profile_provenance(found: Sequence[StageProfile]) -> str:
     return " · ".join(parts)
 
 
-def rate(row: Measurement, regime: Regime = "burst", cache: Cache = "hot") -> float | None:
-    """TFLOP/s at the median time; None where the row has no such time."""
-    samples = row.samples_of(regime, cache)
-    return row.problem.tflops(samples.median_us) if samples else None
+def median_us(row: Measurement | None, regime: Regime = "burst", cache: Cache = "hot") -> float | None:
+    """Median time of a call; None where there is no row, or it has no such time."""
+    samples = row.samples_of(regime, cache) if row else None
+    return samples.median_us if samples else None
+
+
+def rate(row: Measurement | None, regime: Regime = "burst", cache: Cache = "hot") -> float | None:
+    """TFLOP/s at the median time; None where there is no row, or it has no such time."""
+    time_us = median_us(row, regime, cache)
+    return row.problem.tflops(time_us) if row and time_us else None
 
 
 def ordered(rows: Iterable[Measurement]) -> tuple[Measurement, ...]:
