@@ -1,4 +1,4 @@
-"""Where a problem stands under the roof, and what a data sheet says."""
+"""The bytes that are counted from L2, and what a data sheet says."""
 
 from __future__ import annotations
 
@@ -6,25 +6,10 @@ import pytest
 import synthetic
 
 from flashlab.core.problem import FIRST_SHAPE, Problem
-from flashlab.query.roofline import DATASHEETS, l2_bytes, percent_of_peak, place
+from flashlab.query.roofline import DATASHEETS, l2_bytes
 
 FULL = Problem.parse(FIRST_SHAPE)
 CAUSAL = Problem.parse(FIRST_SHAPE, mask="causal")
-
-
-def test_device_memory_places_by_compulsory_bytes() -> None:
-    at = place(FULL, compute_tflops=700.0, bandwidth_tb_s=4.0)
-    assert at.intensity == pytest.approx(1024.0)
-    assert at.bound == "compute"
-    assert at.attainable_tflops == 700.0
-    assert place(CAUSAL, compute_tflops=700.0, bandwidth_tb_s=4.0).intensity == pytest.approx(512.0)
-
-
-def test_a_short_problem_is_bound_by_bandwidth() -> None:
-    at = place(Problem.parse("32x8x128x64"), compute_tflops=700.0, bandwidth_tb_s=4.0)
-    assert at.intensity == pytest.approx(64.0)
-    assert at.bound == "bandwidth"
-    assert at.attainable_tflops == pytest.approx(256.0)
 
 
 def test_l2_traffic_reads_keys_and_values_once_a_query_tile() -> None:
@@ -44,12 +29,6 @@ def test_l2_traffic_of_odd_lengths() -> None:
     blind = Problem.parse("1x1x1x7x2x64", mask="causal")
     # Rows 0 to 4 see nothing.
     assert l2_bytes(blind, 1) == 2 * 64 * (2 * 7 + 2 * (1 + 2))
-
-
-def test_an_unknown_gpu_has_no_percentage() -> None:
-    assert percent_of_peak("nvidia-unheard-of", "copy", 1.0) is None
-    assert percent_of_peak("nvidia-h200", "exp2", 1.0) is None
-    assert percent_of_peak("nvidia-h200", "copy", 2.4) == pytest.approx(50.0)
 
 
 @pytest.mark.parametrize("slug", DATASHEETS)

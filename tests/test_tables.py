@@ -459,3 +459,11 @@ def test_a_predicted_ratio_is_of_two_rows_of_one_run(tmp_path: Path) -> None:
     assert one.run == "20260101T030000Z-0000abc"
     rates = [select.rate(measurement(name, FIRST, run=one.run, seed=1)) or 0.0 for name in (stage.id, parent)]
     assert one.measured == pytest.approx(rates[0] / rates[1])
+
+
+def test_few_operations_a_byte_put_a_problem_under_the_memorys_roof(tmp_path: Path) -> None:
+    for shape, bound in (("32x8x128x64", "(memory)"), (FIRST_SHAPE, " % |")):
+        write_synthetic(tmp_path / shape, problems=[Problem.parse(shape)])
+        placed = tables.placement(select.load("nvidia-h200", tmp_path / shape)).splitlines()[-1]
+        assert bound in placed
+        assert ("(memory)" in placed) is (bound == "(memory)")

@@ -1,7 +1,6 @@
-"""The roofline: what a GPU's data sheet promises (datasheets.toml), and where a problem or a stage stands under a roof.
+"""What a GPU's data sheet promises (datasheets.toml), and the bytes that a stage is counted to take from L2.
 
-A problem's place is its counted floating-point operations over its counted bytes; what can be attained there is the
-lower of the compute ceiling and bandwidth times that ratio. The ceilings are measured by measure/ceilings.py.
+The ceilings beside a data sheet are measured by measure/ceilings.py.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -48,13 +46,6 @@ DATASHEETS: Mapping[str, Datasheet] = {slug: Datasheet.model_validate(sheet) for
 """By folder name under data/. A GPU that is not here has no data-sheet peak, and no percentage of one."""
 
 
-def percent_of_peak(gpu_slug: str, ceiling: str, value: float) -> float | None:
-    """A rate as a percentage of the data sheet's; None, never 0, where the GPU or the peak is unknown."""
-    sheet = DATASHEETS.get(gpu_slug)
-    peak = sheet.peak(ceiling) if sheet else None
-    return None if peak is None else 100 * value / peak
-
-
 def l2_bytes(problem: Problem, tile_q: int) -> float:
     """Bytes that cross from L2 to the SMs, counted: Q and O once, K and V once for every tile of `tile_q` query rows.
 
@@ -68,24 +59,3 @@ def l2_bytes(problem: Problem, tile_q: int) -> float:
     heads = problem.batch * problem.q_heads
     elements = heads * problem.head_dim * (2 * problem.q_len + 2 * rows)
     return float(BYTES_PER_ELEMENT * elements)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a problem stands under a compute roof and the slope of device memory."""
-
-    intensity: float
-    """Operations per byte that must cross device memory."""
-    attainable_tflops: float
-    bound: Literal["compute", "bandwidth"]
-
-
-def place(problem: Problem, *, compute_tflops: float, bandwidth_tb_s: float) -> Place:
-    """Place a problem under a compute roof and a bandwidth."""
-    intensity = problem.flops / problem.compulsory_bytes
-    slope = intensity * bandwidth_tb_s
-    return Place(
-        intensity=intensity,
-        attainable_tflops=min(compute_tflops, slope),
-        bound="compute" if compute_tflops <= slope else "bandwidth",
-    )

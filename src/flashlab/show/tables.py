@@ -258,7 +258,7 @@ def line(
     rate, parent, peer = select.rate(row, regime), select.parent_of(row, rows), None
     if row not in beside:
         peer = select.fastest_of(libraries, rows, regime)
-    base, best = (select.rate(one, regime) if one else None for one in (parent, peer))
+    base, best = select.rate(parent, regime), select.rate(peer, regime)
     return headline(row, regime) | {
         "title": beside_title(row) if row in beside else title(row),
         "over_parent": rate / base if rate and base else None,
@@ -357,12 +357,7 @@ def off_ladder(rows: Sequence[Measurement], shown: Iterable[str]) -> str:
 
     decodes = any(name.partition("[")[0] in registry.DECODE for name in names)
     tera = rows[0].problem.compulsory_bytes / 1e6
-    modelled_us = {
-        (row.name, cache): taken.median_us
-        for row in rows
-        for cache in AS_IN_A_MODEL
-        if (taken := row.samples_of("burst", cache))
-    }
+    modelled_us = {(row.name, cache): select.median_us(row, cache=cache) for row in rows for cache in AS_IN_A_MODEL}
     columns = (
         Column("", lambda row: f"**{row['title']}**" if row["name"] in names else row["title"]),
         Column("median, µs", lambda row: row["median_us"] if row["tflops"] else _rate_or_why(row)),
@@ -1013,10 +1008,11 @@ def _under_roof(row: Measurement | None, rate: float | None, bandwidth_tb_s: flo
     peak = row.gpu.tensor_tflops(select.call_clock(row)) if row else None
     if row is None or not rate or peak is None:
         return None, None
-    at = roofline.place(row.problem, compute_tflops=peak, bandwidth_tb_s=bandwidth_tb_s)
-    share = 100 * rate / at.attainable_tflops
-    bound = "" if at.bound == "compute" else " (memory)"
-    return f"{number(at.attainable_tflops)}{bound}", percent(share) if share <= 100 else "above, out of L2"
+    slope = bandwidth_tb_s * row.problem.flops / row.problem.compulsory_bytes
+    roof = min(peak, slope)
+    share = 100 * rate / roof
+    bound = "" if peak <= slope else " (memory)"
+    return f"{number(roof)}{bound}", percent(share) if share <= 100 else "above, out of L2"
 
 
 def best(row: Measurement | None) -> tuple[str | None, float | None]:
