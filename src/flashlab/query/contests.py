@@ -24,6 +24,7 @@ from flashlab.query.select import (
     fastest_stage,
     is_library,
     is_off_ladder,
+    median_us,
     ordered,
     problem_order,
     rate,
@@ -172,15 +173,13 @@ def _contest(rows: Sequence[Measurement], regime: Regime, second: _Second | None
             (peer_us / our_us, layer)
             for layer, (peer_us, our_us) in enumerate(zip(fastest_us, ours.time_us, strict=True))
         )
-    twin = (second or {}).get((stage.run, stage.problem, stage.name))
-    with_lse = twin.samples_of(regime) if twin else None
     return Contest(
         run=stage.run,
         stage=stage.name,
         stage_us=ours.median_us,
         stage_clock_mhz=call_clock(stage, regime),
         stage_percent_of_peak=percent_of_peak(stage, regime),
-        stage_lse_us=with_lse.median_us if with_lse else None,
+        stage_lse_us=median_us((second or {}).get((stage.run, stage.problem, stage.name)), regime),
         peer=peer.name,
         peer_us=theirs.median_us,
         peer_clock_mhz=call_clock(peer, regime),
@@ -262,8 +261,7 @@ class Featured:
     @property
     def times_us(self) -> tuple[float | None, ...]:
         """Median burst times of the three."""
-        taken = [row.samples_of() if row else None for row in (self.stage, self.without, self.peer)]
-        return tuple(samples.median_us if samples else None for samples in taken)
+        return tuple(map(median_us, (self.stage, self.without, self.peer)))
 
     @property
     def over_without(self) -> float | None:
@@ -343,12 +341,9 @@ def accuracy(gpu: str, data: Path = DATA) -> tuple[Accuracy, ...]:
 
 def _best_peers(rows: Iterable[Measurement]) -> set[str]:
     """Libraries within a percent of the fastest in bursts."""
-    times: dict[str, float] = {}
-    for row in rows:
-        if is_library(row) and (taken := row.samples_of()):
-            times[row.name] = min(taken.median_us, times.get(row.name, taken.median_us))
-    best = min(times.values(), default=0.0)
-    return {name for name, time_us in times.items() if time_us <= 1.01 * best}
+    times = [(time_us, row.name) for row in rows if is_library(row) and (time_us := median_us(row))]
+    best_us, _ = min(times, default=(0.0, ""))
+    return {name for time_us, name in times if time_us <= 1.01 * best_us}
 
 
 def _kept_busy(runs: Iterable[list[Measurement]], libraries: set[str]) -> list[Measurement]:
@@ -374,7 +369,7 @@ def _against_the_fastest(runs: Iterable[list[Measurement]], sessions: Mapping[st
     best_us: dict[str, float] = {}
     for rows in able:
         session = sessions[rows[0].run]
-        times_us = (taken.median_us for row in rows if is_library(row) and (taken := row.samples_of()))
+        times_us = (time_us for row in rows if is_library(row) and (time_us := median_us(row)))
         best_us[session] = min(*times_us, best_us.get(session, math.inf))
     newest = max(one for one, time_us in best_us.items() if time_us <= _NEAR * min(best_us.values()))
     able = [rows for rows in able if sessions[rows[0].run] == newest]
@@ -398,8 +393,8 @@ class Across:
 
     def ratio(self, gpu: str, base: str, regime: Regime = "burst") -> float | None:
         """How many times as fast it is on `gpu` as on `base`; None where one of the two has no such time."""
-        ours, theirs = (self.rows[one].samples_of(regime) if one in self.rows else None for one in (gpu, base))
-        return theirs.median_us / ours.median_us if ours and theirs else None
+        ours_us, theirs_us = (median_us(self.rows.get(one), regime) for one in (gpu, base))
+        return theirs_us / ours_us if ours_us and theirs_us else None
 
 
 def across_gpus(everything: Sequence[Results]) -> tuple[Across, ...]:

@@ -76,7 +76,7 @@ def _cells(shown: Results, stage: Stage) -> list[tuple[str, Measurement, float |
         if parent is None and stage.parent:
             pair = predictions.of_one_run(stage.id, problem, stage.parent, problem, shown.records)
             mine, parent = pair[0] or row, pair[1]
-        rate, before = select.rate(mine), select.rate(parent) if parent else None
+        rate, before = select.rate(mine), select.rate(parent)
         gain = rate / before if rate and before else None
         cells.append((f"D{head_dim}{' causal' if mask == 'causal' else ''}", row, gain))
     return cells

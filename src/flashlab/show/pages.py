@@ -447,7 +447,7 @@ def _front_cards(
     contest: contests.Contest | None,
 ) -> list[tuple[str, str]]:
     """The fastest stage: its rate, over the first stage and over the libraries, those of one run where there is one."""
-    rows, rate = shown.rows(), select.rate(stage) if stage else None
+    rows, rate = shown.rows(), select.rate(stage)
     if stage is None or rate is None:
         return []
     cards = [(f"{number(rate)} TFLOP/s", f"the default version, {stage.name}")]
@@ -636,48 +636,48 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
     As a model has its calls, in `AS_IN_A_MODEL`; where no row has such a time, on the same keys and values.
     `measured` is as `select.off_ladder` gives it.
     """
-    pairs: list[tuple[Cache, tuple[Measurement, ...]]] = []
-    for rows in measured.values():
+    lines: list[dict[str, Any]] = []
+    for problem, rows in measured.items():
         taken = (cache for cache in AS_IN_A_MODEL if any(row.samples_of("burst", cache) for row in rows))
         cache: Cache = next(taken, "hot")
-        rate = partial(select.rate, cache=cache)
+        time_us = partial(select.median_us, cache=cache)
         library = select.fastest_of((), rows, cache=cache)
         ours = [row for row in rows if row.name in registry.DECODE and library and row.run == library.run]
-        best = max(ours, key=lambda row: rate(row) or 0.0, default=None)
-        if library and best and rate(best):
-            serving = [row for row in rows if row.name == "flashinfer" and row.run == best.run and rate(row)]
-            pairs.append((cache, (best, library, *serving)))
+        best = min(filter(time_us, ours), key=lambda row: time_us(row) or 0.0, default=None)
+        if library and best:
+            serving = [row for row in rows if row.name == "flashinfer" and row.run == best.run and time_us(row)]
+            line: dict[str, Any] = {"cache": cache, "problem": problem, "stage": best.name, "library": library.name}
+            line |= {
+                "us": time_us(best),
+                "library_us": time_us(library),
+                "serving_us": next(map(time_us, serving), None),
+            }
+            line |= {"hot_us": select.median_us(best), "library_hot_us": select.median_us(library)}
+            lines.append(line | {"rows": [best, library, *serving]})
 
     def short(problem: Problem) -> str:
         return re.sub(" full| Sq1", "", problem.label).replace("bfloat", "bf").replace("float", "fp")
 
-    def median_us(row: Measurement, cache: Cache) -> float | None:
-        samples = row.samples_of("burst", cache)
-        return samples.median_us if samples else None
+    def over(ours: str, theirs: str) -> Callable[[Mapping[str, Any]], float | None]:
+        return lambda line: line[theirs] / line[ours] if line[theirs] and line[ours] else None
 
-    def over(cache: Cache, ours: Measurement, theirs: Measurement) -> float | None:
-        our_us, their_us = median_us(ours, cache), median_us(theirs, cache)
-        return their_us / our_us if our_us and their_us else None
-
+    same = over("hot_us", "library_hot_us")
     columns = (
-        Column("problem", lambda at: short(at[1][0].problem)),
-        Column("stage", "1.0.name", code, left=True),
-        Column("µs", lambda at: median_us(at[1][0], at[0])),
-        Column("TB/s", lambda at: at[1][0].problem.compulsory_bytes / median_us(at[1][0], at[0]) / 1e6),
-        Column("library", "1.1.name", code, left=True),
-        Column("its µs", lambda at: median_us(at[1][1], at[0])),
-        Column("over it", lambda at: over(at[0], *at[1][:2]), times),
-        Column("over FlashInfer", lambda at: over(at[0], at[1][0], at[1][2]) if at[1][2:] else None, times),
-        Column("same K, V: over it", lambda at: over("hot", *at[1][:2]) if at[0] != "hot" else None, times),
+        Column("problem", lambda line: short(line["problem"])),
+        Column("stage", "stage", code, left=True),
+        Column("µs", "us"),
+        Column("TB/s", lambda line: line["problem"].compulsory_bytes / line["us"] / 1e6),
+        Column("library", "library", code, left=True),
+        Column("its µs", "library_us"),
+        Column("over it", over("us", "library_us"), times),
+        Column("over FlashInfer", over("us", "serving_us"), times),
+        Column("same K, V: over it", lambda line: same(line) if line["cache"] != "hot" else None, times),
     )
-    every = [row for _, pair in pairs for row in pair]
-    shown_in: Cache = next((cache for cache in AS_IN_A_MODEL if any(cache == of for of, _ in pairs)), "hot")
-    said = (
-        f"{table(columns, pairs, drop_empty=True)}\n\n<small>{select.provenance(every, cache=shown_in)}</small>"
-        if pairs
-        else NOTHING_YET
-    )
-    out.snippet("decode.md", said)
+    caches = {line["cache"] for line in lines}
+    shown_in: Cache = next((cache for cache in AS_IN_A_MODEL if cache in caches), "hot")
+    source = select.provenance([row for line in lines for row in line["rows"]], cache=shown_in)
+    said = f"{table(columns, lines, drop_empty=True)}\n\n<small>{source}</small>"
+    out.snippet("decode.md", said if lines else NOTHING_YET)
 
 
 def steps_table(everything: Sequence[Results], data: Path) -> str:
@@ -699,9 +699,7 @@ def steps_table(everything: Sequence[Results], data: Path) -> str:
     shown = {(row.name, row.problem.batch): row for row in stepped if row.run == newest[row.problem.batch]}
 
     def median_us(batch: int, cache: Cache, name: str) -> float | None:
-        row = shown.get((name, batch))
-        samples = row.samples_of("burst", cache) if row else None
-        return samples.median_us if samples else None
+        return select.median_us(shown.get((name, batch)), cache=cache)
 
     columns = [Column("", lambda name: name, code, left=True)]
     for batch in sorted(newest):
@@ -766,7 +764,7 @@ def dead_end_list(
 
     def result(stage: Stage) -> str | None:
         row = rows.get(stage.id)
-        rate = select.rate(row) if row else None
+        rate = select.rate(row)
         return f"{number(rate)} TFLOP/s" if rate else f"no time: {row.status}" if row else None
 
     columns = (
