@@ -355,8 +355,8 @@ def test_cases_take_kinds_of_inputs_and_name_them_on_record(tmp_path: Path) -> N
         file.writelines(json.dumps(line) + "\n" for line in _lines([row]))
     assert Problem(**checks.read_lines(path)[-1]["problem"]) == row.problem
     # What is shown unasked is on normal inputs.
-    assert len(select.checks("nvidia-h200", tmp_path)[1]) == len(ROWS)
-    assert len(select.checks("nvidia-h200", tmp_path, inputs=("falling",))[1]) == 1
+    assert len(select.checks("nvidia-h200", tmp_path)[path]) == len(ROWS)
+    assert len(select.checks("nvidia-h200", tmp_path, inputs=("falling",))[path]) == 1
 
 
 def test_comparisons_on_record_read_back(tmp_path: Path) -> None:

@@ -636,32 +636,19 @@ def _check_files(gpu: str, data: Path, folder: CheckFolder, inputs: Collection[s
 
 def checks(
     gpu: str, data: Path = DATA, folder: CheckFolder = "checks", inputs: Collection[str] = (NORMAL,)
-) -> tuple[Path, Comparisons]:
-    """The newest comparison of stages over hostile lengths and layouts, or over random ones: its file and its lines.
+) -> dict[Path, Comparisons]:
+    """The newest comparison of most stages over hostile lengths and layouts, or random ones, and those after it.
 
-    On these kinds of inputs. One of stages off the ladder alone does not count, nor does one of a few stages where
-    another one has more, nor one without these kinds of inputs.
-
-    Raises:
-        NoDataError: there is none.
+    By file, on these kinds of inputs; may be empty. Stages off the ladder do not count.
     """
-    files = _check_files(gpu, data, folder, inputs)
+    files = {path: lines for path, lines in _check_files(gpu, data, folder, inputs).items() if lines}
     stages = {
-        path: {line["stage"].partition("[")[0] for line in lines} - registry.OFF_LADDER.keys()
+        path: len({line["stage"].partition("[")[0] for line in lines} - registry.OFF_LADDER.keys())
         for path, lines in files.items()
     }
-    most = max(map(len, stages.values()), default=0)
-    if not most:
-        raise NoDataError.of(f"checks of {gpu} in data/{gpu}/{folder}", "flashlab check --record")
-    newest = max(path for path, ids in stages.items() if len(ids) == most)
-    return newest, files[newest]
-
-
-def later_checks(
-    gpu: str, after: Path, data: Path = DATA, folder: CheckFolder = "checks", inputs: Collection[str] = (NORMAL,)
-) -> dict[Path, Comparisons]:
-    """The comparisons that came after the one that `checks` gives, of fewer stages, by file."""
-    return {path: lines for path, lines in _check_files(gpu, data, folder, inputs).items() if path > after and lines}
+    most = max(stages.values(), default=0)
+    whole = [path for path, count in stages.items() if count and count == most]
+    return {path: lines for path, lines in files.items() if whole and path >= whole[-1]}
 
 
 def newest_checks(

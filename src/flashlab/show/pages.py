@@ -885,12 +885,9 @@ def check_records(out: Output, everything: Sequence[Results], data: Path) -> Non
             (FLASH_ATTENTION, FLASH_ATTENTION_INPUTS, "flash-attention's own forward cases, by its own rule: "),
         )
         for kind, inputs, what in kinds:
-            with contextlib.suppress(NoDataError):
-                newest, lines = select.checks(shown.gpu, data, kind, inputs)
-                later = select.later_checks(shown.gpu, newest, data, kind, inputs)
-                for path, of_it in {newest: lines, **later}.items():
-                    file = published(path.relative_to(data).as_posix())
-                    said.append(f"- {what}{tables.check_record(of_it)} [Data]({file})")
+            for path, lines in select.checks(shown.gpu, data, kind, inputs).items():
+                file = published(path.relative_to(data).as_posix())
+                said.append(f"- {what}{tables.check_record(lines)} [Data]({file})")
         found = store.sanitized(shown.gpu, data)
         if found:
             file = published(f"{shown.gpu}/sanitizer/{found[0].run}.jsonl")
