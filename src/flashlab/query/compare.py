@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +121,8 @@ def _grouped(rows: pd.DataFrame) -> dict[Key, list[Any]]:
     }
 
 
-def _burst(row: Any) -> Sequence[float]:
-    samples = row.record.samples_of()
-    return () if samples is None else tuple(samples.time_us)
-
-
 def _change(key: Key, before: Sequence[Any], after: Sequence[Any], noise: float | None) -> Change:
-    of_starts = ([(_burst(row),) for row in rows] for rows in (before, after))
+    of_starts = ([(row.record.samples_of().time_us,) for row in rows] for rows in (before, after))
     ours, theirs = (statistics.over_starts(statistics.median, starts) for starts in of_starts)
     ratio = ours.value / theirs.value
     # The sides are of starts of their own: the ends of both intervals, so that the ratio's is rather too wide.
@@ -152,8 +148,7 @@ def _noise(rows: pd.DataFrame) -> float | None:
     ratios = []
     for _, some in rows.groupby([rows["gpu"], [record.gpu.driver for record in rows["record"]]]):
         for starts in _grouped(some).values():
-            medians = [float(np.median(_burst(row))) for row in starts]
-            ratios += [max(a, b) / min(a, b) for at, a in enumerate(medians) for b in medians[at + 1 :]]
+            ratios += [max(pair) / min(pair) for pair in combinations((row.median_us for row in starts), 2)]
     return float(np.percentile(ratios, NOISE_PERCENTILE)) if ratios else None
 
 

@@ -213,24 +213,21 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
     rows = [row for row in rows if row.run not in off_ladder]
     second = {(row.run, row.problem, row.name): row for row in rows if row.with_lse and row.status == "ok"}
     rows = [row for row in rows if not row.with_lse]
-    by_session: dict[str, set[str]] = {}
-    for row in rows:
-        by_session.setdefault(sessions[row.run], set()).update({row.name} if row.samples else ())
-    timed = set().union(*by_session.values())
-    last_rung = next((stage for stage in reversed(list(registry.STAGES)) if stage in timed), None)
+    rungs = grouped((row for row in rows if row.name in registry.STAGES and row.samples), lambda row: row.name)
+    last_rung = next((rungs[stage] for stage in reversed(list(registry.STAGES)) if stage in rungs), rows)
+    newer = {sessions[row.run] for row in last_rung}
     by_run: dict[Problem, dict[str, dict[str, Measurement]]] = {}
     for row in rows:
-        newer = last_rung is None or last_rung in by_session[sessions[row.run]]
         plain = row.problem.inputs in inputs and not row.problem.features
-        if newer and plain and (row.kind == "peer" or row.name in registry.STAGES):
+        if sessions[row.run] in newer and plain and (row.kind == "peer" or row.name in registry.STAGES):
             by_run.setdefault(row.problem, {}).setdefault(row.run, {})[row.name] = row
-    parts = {problem: [list(rows.values()) for rows in runs.values()] for problem, runs in by_run.items()}
     found = []
-    for problem in sorted(parts, key=problem_order):
-        chosen = _against_the_fastest(parts[problem], sessions)
-        named = _against_the_fastest([_named(rows) for rows in parts[problem]], sessions)
-        busy = _kept_busy(parts[problem], _best_peers(chosen))
-        named_busy = _named(_kept_busy(parts[problem], _best_peers(named)))
+    for problem in sorted(by_run, key=problem_order):
+        runs = [list(by_name.values()) for by_name in by_run[problem].values()]
+        chosen = _against_the_fastest(runs, sessions)
+        named = _against_the_fastest([_named(rows) for rows in runs], sessions)
+        busy = _kept_busy(runs, _best_peers(chosen))
+        named_busy = _named(_kept_busy(runs, _best_peers(named)))
         burst = _contest(chosen, "burst", second)
         lacking = "library" if fastest_stage(chosen) else "stage"
         found.append(

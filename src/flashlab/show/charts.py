@@ -1318,27 +1318,22 @@ def _roofs(
     Those of an SM's units are at `clock_mhz`.
     """
     dtype, sheet = problem.dtype, limits.DATASHEETS.get(shown.gpu)
-
-    def at_clock(ceiling: Ceiling) -> float:
-        taken = ceiling.samples.call_clock_mhz
-        return ceiling.value * clock_mhz / median(taken) if taken and clock_mhz else ceiling.value
-
     # Operations a result: an exponential is of one score.
-    flat = {
+    known = {
         f"tensor_{dtype}": ("a large GEMM by cuBLAS", 1),
         f"mma_sync_{dtype}": ("tensor cores, mma.sync", 1),
         "half2_fma": ("fp16 arithmetic", 1),
         "fp32_fma": ("FP32 arithmetic", 1),
         "exp2": (f"exponentials at D{problem.head_dim}", 4 * problem.head_dim),
+        bandwidth: ({"copy": "device memory", "l2_read": "L2"}[bandwidth], 1),
     }
-    roofs = [
-        _Roof(label=label, value=at_clock(shown.ceilings[name]) * scale, is_slope=False)
-        for name, (label, scale) in flat.items()
-        if name in shown.ceilings
-    ]
-    if bandwidth in shown.ceilings:
-        label = {"copy": "device memory", "l2_read": "L2"}[bandwidth]
-        roofs.append(_Roof(label=label, value=shown.ceilings[bandwidth].value, is_slope=True))
+    roofs = []
+    for name, (label, scale) in known.items():
+        if ceiling := shown.ceilings.get(name):
+            taken, value = ceiling.samples.call_clock_mhz, ceiling.value
+            if taken and clock_mhz and name != bandwidth:
+                value = value * clock_mhz / median(taken)
+            roofs.append(_Roof(label=label, value=value * scale, is_slope=name == bandwidth))
     for name, label in ((f"tensor_{dtype}", "tensor cores"), (bandwidth, "device memory")):
         if sheet and (peak := sheet.peak(name)):
             if name != bandwidth and clock_mhz and sheet.tensor_mhz:

@@ -212,7 +212,7 @@ def generate(
         _inputs_and_errors(out, shown, data)
         _lists(out, everything)
         out.snippet("compare.md", _compared(out, everything, data))
-        dead_end_list(out, _dead_ends(shown, data), _of_retired(shown))
+        dead_end_list(out, select.off_ladder(shown.gpu, data) if shown else {}, _of_retired(shown))
         check_records(out, everything, data)
         _commands(out)
         for pages in _registered("PAGES"):
@@ -237,10 +237,6 @@ def _apart(data: Path, gpu: str, write: Callable[..., None], *args: Any) -> None
 @lru_cache(maxsize=2)
 def _read(gpu: str, data: Path) -> Results | None:
     return select.load(gpu, data) if gpu else None
-
-
-def _dead_ends(shown: Results | None, data: Path) -> Mapping[Problem, Sequence[Measurement]]:
-    return select.off_ladder(shown.gpu, data) if shown else {}
 
 
 def _of_retired(shown: Results | None) -> Mapping[Problem, Sequence[Measurement]]:
@@ -366,23 +362,23 @@ def _front_page(out: Output, shown: Results | None, data: Path) -> None:
         out.snippet("losses.md", NOTHING_YET)
         return
     contested = contests.against_peers(shown.gpu, data, tuple(KINDS))
+    bursts = {one.problem: one.burst for one in contested if one.burst}
     try:
         shares = {row.name: peak for row in rows if (peak := contests.percent_of_peak(row))}
         chart = out.chart(charts.climb(rows, shares=shares, highlight=stage.name if stage else ""), "index.md")
     except NoDataError as error:
         chart = f'!!! note ""\n    {error}\n'
     out.snippet("front-chart.md", chart)
-    bursts = {one.problem: one.burst for one in contested if one.burst}
     contest = bursts.get(shown.first)
-    if contest is None or stage is None or contest.stage != stage.name:
+    if contest and (stage is None or contest.stage != stage.name):
         contest = None
-    cards = [*_front_cards(shown, stage, peer, bursts, contest), *_extremes(contested)]
+    cards = [*_front_cards(shown, stage, peer, bursts, contest), *_extremes(bursts)]
     items = "".join(f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>" for value, label in cards)
     where = f"Rates, and ratios over one library, are those at {shown.first.label}, {select.on_inputs([shown.first])}."
     out.snippet("front-numbers.md", f'<dl class="numbers">{items}</dl>\n\n{where}\n')
     said = {"row": stage, "share": share, "contest": contest, "lost": sum(one.ratio < 1 for one in bursts.values())}
     out.snippet("front-finding.md", out.rendered("front.md", "index.md", shown=shown, compared=len(bursts), **said))
-    out.snippet("losses.md", _losses(contested))
+    out.snippet("losses.md", _losses(bursts))
 
 
 def _card(out: Output, stage: Measurement | None, rows: Sequence[Measurement], share: float | None) -> None:
@@ -394,36 +390,35 @@ def _card(out: Output, stage: Measurement | None, rows: Sequence[Measurement], s
     (out.root / "card.png").write_bytes(charts.card(rows, title="How an attention kernel gets fast", said=said))
 
 
-def _extremes(contested: Sequence[contests.AgainstPeers]) -> list[tuple[str, str]]:
+def _extremes(bursts: Mapping[Problem, contests.Contest]) -> list[tuple[str, str]]:
     """The worst ratio over the fastest library, of all inputs, and the best on those that people have or published."""
-    ratios = [(one.burst.ratio, one) for one in contested if one.burst]
-    usual = [pair for pair in ratios if pair[1].problem.inputs in (NORMAL, TRAINED)]
-    if len(ratios) < 2 or not usual:
+    usual = [problem for problem in bursts if problem.inputs in (NORMAL, TRAINED)]
+    if len(bursts) < 2 or not usual:
         return []
-    ends = (
-        (f"worst of {len(ratios)} comparisons", min(ratios, key=lambda pair: pair[0])),
-        (f"best of {len(usual)} on normal and trained inputs", max(usual, key=lambda pair: pair[0])),
-    )
+
+    def ratio(problem: Problem) -> float:
+        return bursts[problem].ratio
+
+    ends = {
+        f"worst of {len(bursts)} comparisons": min(bursts, key=ratio),
+        f"best of {len(usual)} on normal and trained inputs": max(usual, key=ratio),
+    }
     return [
-        (times(ratio), f"{which}: {one.problem.label}, over {tables.peer_title(one.burst.peer)}")
-        for which, (ratio, one) in ends
-        if one.burst
+        (times(ratio(problem)), f"{which}: {problem.label}, over {tables.peer_title(bursts[problem].peer)}")
+        for which, problem in ends.items()
     ]
 
 
-def _losses(contested: Sequence[contests.AgainstPeers]) -> str:
+def _losses(bursts: Mapping[Problem, contests.Contest]) -> str:
     """Every problem at which a library is faster, the worst first."""
-    ratios = [(one.burst.ratio, one) for one in contested if one.burst]
-    lost = [one for ratio, one in sorted(ratios, key=lambda pair: pair[0]) if ratio < 1]
-    if not lost:
-        return "*On no problem on record is a library faster.*"
+    lost = sorted((item for item in bursts.items() if item[1].ratio < 1), key=lambda item: item[1].ratio)
     columns = (
-        Column("problem", "problem.label"),
-        Column("times the library's rate", "burst.ratio", times),
-        Column("stage", lambda one: stage_link(one.burst.stage)),
-        Column("library", lambda one: tables.peer_title(one.burst.peer), left=True),
+        Column("problem", "0.label"),
+        Column("times the library's rate", "1.ratio", times),
+        Column("stage", "1.stage", stage_link),
+        Column("library", "1.peer", tables.peer_title, left=True),
     )
-    return table(columns, lost)
+    return table(columns, lost) if lost else "*On no problem on record is a library faster.*"
 
 
 def _about(out: Output) -> None:
