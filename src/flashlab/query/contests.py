@@ -17,7 +17,7 @@ from flashlab.core.problem import WITHOUT_FEATURES, Problem, Regime, suite
 from flashlab.kernels import registry
 from flashlab.query.frame import frame, grouped, measured
 from flashlab.query.select import (
-    FEATURED,
+    LADDER,
     Results,
     call_clock,
     fastest_peer,
@@ -280,7 +280,7 @@ def featured(records: pd.DataFrame) -> tuple[Featured, ...]:
         records: as `frame` gives them; may be empty.
     """
     found = []
-    rows = (row for row in select(records, FEATURED) if row.problem.features)
+    rows = (row for row in select(records, LADDER) if row.problem.features)
     for problem, of_problem in grouped(rows, lambda row: row.problem).items():
         stage, plain = fastest_stage(of_problem), replace(problem, **WITHOUT_FEATURES)
         if stage is None:

@@ -19,10 +19,10 @@ compared with.
 Rows on other inputs than normal are chosen where a policy names them, and never stand in for normal ones. A stage's
 second row, with the log-sum-exp on, is never chosen.
 
-`SHOWN` is what pages, charts, tables and `flashlab results` show; `LADDER` is the stages of one run; `OFF_LADDER` is
-stages off the ladder beside what was interleaved with them, `DECODING` those for decoding beside what a session
-measured with them, `of_stage(...)` one of them and its variants likewise, with the tunables that their names have today
-where some session ran those; `FEATURED` is the stages of one run, problems with a window or a soft cap too.
+`SHOWN` is what pages, charts, tables and `flashlab results` show; `LADDER` is the stages of one run, problems with a
+window or a soft cap too; `OFF_LADDER` is stages off the ladder beside what was interleaved with them, `DECODING` those
+for decoding beside what a session measured with them, `of_stage(...)` one of them and its variants likewise, with the
+tunables that their names have today where some session ran those.
 `by_start` is for intervals: it finds what other starts of a machine measured with the code of the newest.
 """
 
@@ -69,28 +69,25 @@ class Policy:
     """Those of which the candidate that tried most wins."""
     as_named: bool = False
     """Whether the candidate wins that tried most of them with the tunables that their names have today, for defaults
-    change."""
+    change; else, of sessions, those alone are candidates that timed the last of them that any session timed."""
     inputs: tuple[str, ...] = (NORMAL,)
     features: bool = False
     """Whether problems with a window or a soft cap count too; most pages name neither."""
     off_ladder: Literal["without", "with", "only"] = "without"
     """Of runs that measured stages off the ladder: none, any, or no others."""
-    last: bool = True
-    """Of sessions: whether those alone are candidates that timed the last of `covers` that any of them timed."""
     fill: bool = True
     """Of sessions: whether what one lacks is filled in from others."""
 
 
 SHOWN = Policy()
-LADDER = Policy(within="run", off_ladder="with")
+LADDER = Policy(within="run", off_ladder="with", features=True)
 OFF_LADDER = Policy(within="run", covers=_OFF_LADDER, off_ladder="only")
 DECODING = Policy(covers=tuple(registry.DECODE), off_ladder="only", fill=False)
-FEATURED = Policy(within="run", off_ladder="with", features=True)
 
 
 def of_stage(stage: registry.Stage) -> Policy:
     """A stage for decoding or FP8, on any inputs: the newest session that tried most of it and its variants."""
-    return replace(DECODING, last=False, covers=(stage.id, *stage.variant_names), as_named=True, inputs=tuple(KINDS))
+    return replace(DECODING, covers=(stage.id, *stage.variant_names), as_named=True, inputs=tuple(KINDS))
 
 
 def by_start(rows: Iterable[Any], key: Callable[[Any], Any], wanted: Sequence[Any]) -> list[list[Any]]:
@@ -178,7 +175,7 @@ def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> tuple[Measurement, ...
         tried = {key: _tried(by_name, policy.covers) for key, by_name in merged.items()}
         sessions = policy.within == "session"
         best = max(
-            _of_the_last(merged, policy.covers) if sessions and policy.last else merged,
+            _of_the_last(merged, policy.covers) if sessions and not policy.as_named else merged,
             key=lambda key: (policy.as_named and sum(map(_is_as_named, tried[key])), len(tried[key]), key),
         )
         by_name = merged[best]
@@ -585,16 +582,16 @@ def off_ladder(
 def beyond(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> dict[Problem, tuple[Measurement, ...]]:
     """What `load` leaves to other pages, by problem: stages off the ladder, and problems with a window or a soft cap.
 
-    Chosen as there, by `OFF_LADDER`, `DECODING` and `FEATURED`; of one problem the last of these counts.
+    Chosen as there, by `OFF_LADDER`, `DECODING` and `LADDER`; of one problem the last of these counts.
 
     Raises:
         NoDataError: the GPU has no run.
     """
-    beside, decoding, featured = (replace(one, inputs=tuple(inputs)) for one in (OFF_LADDER, DECODING, FEATURED))
+    beside, decoding, ladder = (replace(one, inputs=tuple(inputs)) for one in (OFF_LADDER, DECODING, LADDER))
     return {
         **off_ladder(gpu, data, registry.OFF_LADDER, beside),
         **off_ladder(gpu, data, registry.DECODE, decoding),
-        **_by_problem(row for row in select(frame(gpu, data), featured) if row.problem.features),
+        **_by_problem(row for row in select(frame(gpu, data), ladder) if row.problem.features),
     }
 
 
@@ -681,18 +678,6 @@ def emulated_checks(gpu: str, data: Path = DATA) -> Comparisons:
         if emulated := tuple(line for line in lines if line.get("emulator")):
             return emulated
     raise NoDataError.of(f"checks of {gpu} beside the emulator", "flashlab check --on both --record")
-
-
-def counters_file(gpu: str, data: Path = DATA) -> Path:
-    """The newest file of what Nsight Compute counted on that GPU.
-
-    Raises:
-        NoDataError: there is none.
-    """
-    files = store.files(data / gpu / "counters")
-    if not files:
-        raise NoDataError.of(f"Nsight Compute's counters of {gpu}", "scripts/counters_ncu.py")
-    return files[-1]
 
 
 def load_all(data: Path = DATA) -> tuple[Results, ...]:

@@ -241,28 +241,25 @@ class Lab:
 
     def counters(self) -> trial.Counted:
         """The emulator's counters beside Nsight Compute's of the same launches, for the chosen stages."""
-        try:
-            path = select.counters_file(self.gpu or "", self.data)
-        except NoDataError as error:
+        files = store.files(self.data / (self.gpu or "") / "counters")
+        if not files:
+            error = NoDataError.of(f"Nsight Compute's counters of {self.gpu or ''}", "scripts/counters_ncu.py")
             return trial.Counted(missing=f"*{error}*")
-        missing = trial.no_compiler()
-        if missing:
+        if missing := trial.no_compiler():
             return trial.Counted(missing=missing)
-        lines: dict[str, StageCounters] = {}
-        for line in store.read(path, StageCounters)[0]:  # of each stage the first shape, which is the smallest
-            if line.stage in self.stages:
-                lines.setdefault(line.stage, line)
+        # Of each stage the first shape, which is the smallest.
+        first = {line.stage: line for line in reversed(store.read(files[-1], StageCounters)[0])}
+        lines = {stage_id: first[stage_id] for stage_id in self.stages if stage_id in first}
         shapes = ", ".join(dict.fromkeys(line.shape for line in lines.values()))
         commits = dict.fromkeys(line.commit[:7] + (" + changes" if line.dirty else "") for line in lines.values())
         names = "".join({line.gpu for line in lines.values()})
-        compared = {
-            stage_id: trial.counted(trial.count_accesses(stage_id, lines[stage_id].shape), lines[stage_id])
-            for stage_id in followed(lines)
-        }
         return trial.Counted(
-            compared={stage_id: compared[stage_id] for stage_id in self.stages if stage_id in compared},
+            compared={
+                stage_id: trial.counted(trial.count_accesses(stage_id, lines[stage_id].shape), lines[stage_id])
+                for stage_id in followed(lines)
+            },
             source=f"{names} · {shapes} full float16 · commit {', '.join(commits)}",
-            patterns=len(store.read(path, PatternCounters)[0]),
+            patterns=len(store.read(files[-1], PatternCounters)[0]),
         )
 
     @cached_property
