@@ -43,16 +43,16 @@ class Scored:
 def scores(shown: Results, stages: Iterable[Stage] | None = None) -> list[Scored]:
     """Every number of the stages' predictions, the ladder's first, as measured on a GPU."""
     every = (*registry.STAGES.values(), *registry.OFF_LADDER.values()) if stages is None else stages
-    return [_scored(stage, one, shown) for stage in every for one in stage.expected]
-
-
-def _scored(stage: Stage, expected: Expected, shown: Results) -> Scored:
-    mine, base = _rows(stage, expected, shown)
-    rate = select.rate(mine)
-    if expected.of == "ratio":
-        under = select.rate(base)
-        rate = rate / under if rate and under else None
-    return Scored(stage=stage, expected=expected, measured=rate, run=mine.run if mine and rate else "")
+    found = []
+    for stage in every:
+        for expected in stage.expected:
+            mine, base = _rows(stage, expected, shown)
+            rate, under = select.rate(mine), select.rate(base)
+            if expected.of == "ratio":
+                rate = rate / under if rate and under else None
+            run = mine.run if mine and rate else ""
+            found.append(Scored(stage=stage, expected=expected, measured=rate, run=run))
+    return found
 
 
 def _rows(stage: Stage, expected: Expected, shown: Results) -> tuple[Measurement | None, Measurement | None]:

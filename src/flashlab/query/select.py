@@ -514,18 +514,10 @@ def origin(row: Measurement, regime: Regime, cache: Cache) -> tuple[str, str]:
     return row.origins.get(f"{regime} {cache}", own) if isinstance(row, Filled) else own
 
 
-def _runs_of(row: Measurement | Ceiling) -> tuple[str, ...]:
-    return (row.run, *(run for run, _ in row.origins.values())) if isinstance(row, Filled) else (row.run,)
-
-
 def _place(row: Measurement, regime: Regime = "burst") -> tuple[str, str]:
     """The commit and GPU of a row's samples with a hot cache."""
     run, chip = origin(row, regime, "hot")
     return commit_label(run), chip
-
-
-def _places(rows: Iterable[Measurement], regime: Regime) -> set[tuple[str, str]]:
-    return {_place(row, regime) for row in rows if row.samples_of(regime, "hot")}
 
 
 def elsewhere(rows: Sequence[Measurement], regime: Regime = "burst") -> tuple[Measurement, ...]:
@@ -533,12 +525,12 @@ def elsewhere(rows: Sequence[Measurement], regime: Regime = "burst") -> tuple[Me
 
     They were filled in from another session; likewise a library's on a GPU that no stage was timed on.
     """
-    timed = [row for row in rows if row.samples_of(regime, "hot")]
+    timed = [row for row in rows if row.samples_of(regime)]
     rungs = [row for row in timed if row.kind == "stage" and row.name in _LADDER]
     if not rungs:
         return ()
     commit, _ = _place(max(rungs, key=lambda row: _LADDER[row.name]), regime)
-    main = {place for place in _places(rungs, regime) if place[0] == commit}
+    main = {place for row in rungs if (place := _place(row, regime))[0] == commit}
     return tuple(
         row
         for row in timed
@@ -548,7 +540,7 @@ def elsewhere(rows: Sequence[Measurement], regime: Regime = "burst") -> tuple[Me
 
 def places(rows: Iterable[Measurement], regime: Regime = "burst") -> tuple[int, int]:
     """How many commits on how many GPUs rows of one chart are of, and how many GPUs: `(sessions, chips)`."""
-    found = _places(rows, regime)
+    found = {_place(row, regime) for row in rows if row.samples_of(regime)}
     return len(found), len({chip for _, chip in found})
 
 
@@ -747,6 +739,7 @@ def run_files(records: Iterable[Measurement | Ceiling | StageProfile]) -> tuple[
         if isinstance(record, StageProfile):
             yield f"{slug(record.gpu)}/profiles/{record.run}.jsonl"
             return
-        yield from (f"{record.gpu.slug}/runs/{run}.jsonl" for run in _runs_of(record))
+        others = [run for run, _ in record.origins.values()] if isinstance(record, Filled) else []
+        yield from (f"{record.gpu.slug}/runs/{run}.jsonl" for run in (record.run, *others))
 
     return tuple(sorted({file for record in records for file in files(record)}))

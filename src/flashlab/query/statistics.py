@@ -82,15 +82,10 @@ def over_starts(statistic: Statistic, starts: Sequence[Sequence[Sequence[float]]
     Raises:
         ParameterError: no start, or an empty sample.
     """
-    value = statistic_over(statistic, starts, paired=paired)
+    value = float(np.median([statistic(*arrays, axis=-1) for arrays in _arrays(starts, paired)]))
     drawn = _resampled(statistic, starts, paired=paired)
     low, high = (float(end) for end in np.percentile(drawn, (50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE))))
     return Estimate(value=value, low=min(low, value), high=max(high, value), starts=len(starts))
-
-
-def statistic_over(statistic: Statistic, starts: Sequence[Sequence[Sequence[float]]], *, paired: bool = False) -> float:
-    """The median over starts of a statistic, as `over_starts` takes them and with its errors, without an interval."""
-    return float(np.median([statistic(*arrays, axis=-1) for arrays in _arrays(starts, paired)]))
 
 
 def p_value(

@@ -949,19 +949,6 @@ def scaling(
     )
 
 
-def _contests_over_lengths(
-    found: Iterable[AgainstPeers], regime: Regime
-) -> dict[tuple[str, int, str], dict[int, Contest]]:
-    """By element type, head dim and mask: contests by length, where there are two lengths."""
-    points: dict[tuple[str, int, str], dict[int, Contest]] = {}
-    for one in found:
-        contest = one.burst if regime == "burst" else one.sustained
-        if one.problem in _OF_LENGTHS and contest:
-            kind = (one.problem.dtype, one.problem.head_dim, one.problem.mask)
-            points.setdefault(kind, {})[one.problem.q_len] = contest
-    return {kind: dict(sorted(at.items())) for kind, at in sorted(points.items()) if len(at) > 1}
-
-
 def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "burst") -> Chart:
     """How many times as fast the best stage is as the best library, over sequence length at constant tokens.
 
@@ -971,7 +958,14 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
     Raises:
         NoDataError: no head dim, mask and element type has a ratio at two lengths.
     """
-    lines = _contests_over_lengths(found, regime)
+    held = [(one.problem, one.burst if regime == "burst" else one.sustained) for one in found]
+    lines: dict[tuple[str, int, str], dict[int, Contest]] = {}
+    for problem, contest in sorted(
+        held, key=lambda pair: (pair[0].dtype, pair[0].head_dim, pair[0].mask, pair[0].q_len)
+    ):
+        if problem in _OF_LENGTHS and contest:
+            lines.setdefault((problem.dtype, problem.head_dim, problem.mask), {})[problem.q_len] = contest
+    lines = {kind: at for kind, at in lines.items() if len(at) > 1}
     if not lines:
         raise NoDataError.of(
             f"{regime} ratios at several sequence lengths on {shown.gpu}", select.bench("lengths", regime)
