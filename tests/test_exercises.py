@@ -17,7 +17,7 @@ from flashlab.core.paths import NOTEBOOKS
 from flashlab.show import exercises, trial
 from flashlab.show.exercises import BLANK, Checked, ask, check, get
 
-ALL = exercises.exercises()
+ALL = exercises.EXERCISES
 WRONG = [(name, answer) for name, exercise in ALL.items() for answer in exercise.wrong]
 needs_compiler = pytest.mark.skipif(bool(trial.no_compiler()), reason=trial.no_compiler())
 

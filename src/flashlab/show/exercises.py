@@ -13,7 +13,6 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 
 from flashlab.core.errors import ParameterError
@@ -62,11 +61,11 @@ class Exercise:
         return found[0]
 
 
-@cache
-def exercises() -> Mapping[str, Exercise]:
-    """Every exercise by its name, in the order of the notebook."""
-    entries = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-    return {name: Exercise(**{**entry, "wrong": tuple(entry["wrong"])}) for name, entry in entries.items()}
+EXERCISES: Mapping[str, Exercise] = {
+    name: Exercise(**{**entry, "wrong": tuple(entry["wrong"])})
+    for name, entry in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
+}
+"""By name, in the order of the notebook."""
 
 
 def get(name: str) -> Exercise:
@@ -75,9 +74,9 @@ def get(name: str) -> Exercise:
     Raises:
         ParameterError: there is none.
     """
-    if name not in exercises():
-        raise ParameterError(f"exercise: wanted one of {', '.join(exercises())}, got {name!r}")
-    return exercises()[name]
+    if name not in EXERCISES:
+        raise ParameterError(f"exercise: wanted one of {', '.join(EXERCISES)}, got {name!r}")
+    return EXERCISES[name]
 
 
 def ask(name: str) -> str:
