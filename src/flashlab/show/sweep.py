@@ -520,14 +520,16 @@ def run(
         upload.sync(gpu, data)  # fetches what was measured before, and shows that records can be sent
     where = {one.id: folders if flat else folders / one.id for one in cells}
     ended: dict[str, State] = {}
+    _stopped.clear()
     for group in ([one for one in cells if one.measures], [one for one in cells if not one.measures]):
         measures = bool(group) and group[0].measures
         on_ray = ray if measures else None
         slots = sum(available.values()) if on_ray else 1 if measures else _REPLAYS_AT_ONCE
         if on_ray:  # The longest first, so that the last GPU is not left alone with it.
             group.sort(key=lambda one: -state(one, where[one.id], data).left_s(one))
-        jobs = _Jobs(on_ray, slots)
-        pending = {jobs.submit(one, where[one.id], data, timeout_s=timeout_s, fresh=fresh): one for one in group}
+        jobs: futures.Executor = _OnRay(ray) if on_ray else futures.ThreadPoolExecutor(slots)
+        options: dict[str, Any] = {"timeout_s": timeout_s, "fresh": fresh}
+        pending = {jobs.submit(run_cell, one, where[one.id], data, **options): one for one in group}
         needed_s = {one.id: state(one, where[one.id], data).left_s(one) for one in group}
         try:
             while pending:
@@ -545,9 +547,13 @@ def run(
                 minutes = max([sum(left_s) / slots, *left_s], default=0.0) / 60
                 live(" · ".join([f"{len(ended)} of {len(cells)} cells", f"about {minutes:.0f} min left", *texts]))
         except BaseException:
-            jobs.stop(list(pending))
+            _stopped.set()
+            for process in set(_running):
+                _kill(process)
+            jobs.shutdown(cancel_futures=True)
+            futures.wait(pending, timeout=10)
             raise
-        jobs.end()
+        jobs.shutdown()
     return ended
 
 
@@ -565,39 +571,24 @@ def _progress(folder: Path) -> tuple[str, float | None]:
         return "", None
 
 
-class _Jobs:
-    """Where cells run: in threads that wait for papermill, or as Ray's tasks, each with a GPU of its kind."""
+class _OnRay(futures.Executor):
+    """Ray's tasks, each with a GPU of its cell's kind."""
 
-    def __init__(self, ray: Any, slots: int) -> None:
+    def __init__(self, ray: Any) -> None:
         self._ray = ray
         self._refs: list[Any] = []
-        self._pool = None if ray else futures.ThreadPoolExecutor(slots)
-        _stopped.clear()
 
-    def submit(self, cell: Cell, *args: Any, **options: Any) -> futures.Future[State]:
-        """Have `run_cell` called."""
-        if self._pool:
-            return self._pool.submit(run_cell, cell, *args, **options)
-        task = self._ray.remote(num_gpus=1, resources={cell.gpu: 1}, max_retries=1)(run_cell)
-        self._refs.append(task.remote(cell, *args, **options))
-        job: futures.Future[State] = self._refs[-1].future()
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **options: Any) -> futures.Future[Any]:
+        """Have `fn` called; its first argument is a cell."""
+        task = self._ray.remote(num_gpus=1, resources={args[0].gpu: 1}, max_retries=1)(fn)
+        self._refs.append(task.remote(*args, **options))
+        job: futures.Future[Any] = self._refs[-1].future()
         return job
 
-    def stop(self, pending: Sequence[futures.Future[State]]) -> None:
-        """End all that runs, and wait until it has ended."""
-        _stopped.set()
-        for ref in self._refs:
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Nothing more comes; with `cancel_futures`, end what runs."""
+        for ref in self._refs if cancel_futures else ():
             self._ray.cancel(ref)
-        for process in set(_running):
-            _kill(process)
-        if self._pool:
-            self._pool.shutdown(cancel_futures=True)
-        futures.wait(pending, timeout=10)
-
-    def end(self) -> None:
-        """Nothing more comes."""
-        if self._pool:
-            self._pool.shutdown()
 
 
 def _how_it_ended(job: futures.Future[State], cell: Cell, folder: Path, data: Path) -> State:
