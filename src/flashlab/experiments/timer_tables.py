@@ -186,8 +186,8 @@ def between_percent(of_starts: Sequence[float | None]) -> float | None:
 def spreads(measurements: Iterable[Measurement]) -> tuple[Spread, ...]:
     """What was measured on at least two separate starts, by problem, in the ladder's order.
 
-    A row counts when it names its start, has burst samples with a hot L2, and is of the same code as the newest such
-    row: the same machine code of a stage, the same versions of all software of a library.
+    A row counts when it names its start, has burst samples with a hot L2, and is of the newest such row's code: see
+    `select.same_code`.
     """
     known = [row for row in measurements if row.kind == "peer" or row.name in registry.RUNGS]
     rows = sorted((row for row in known if row.start and row.samples_of()), key=lambda row: row.time)
@@ -196,16 +196,12 @@ def spreads(measurements: Iterable[Measurement]) -> tuple[Spread, ...]:
         newest: list[Measurement] = []
         for row in reversed(same):
             met = any(other.start and row.start and row.start.same_as(other.start) for other in newest)
-            if _code(row) == _code(same[-1]) and not met:
+            if select.same_code(row, same[-1]) and not met:
                 newest.append(row)
         if len(newest) > 1:
             found.append(tuple(reversed(newest)))
     ladder = {name: at for at, name in enumerate([*registry.RUNGS, *peers.PEERS])}
     return tuple(sorted(found, key=lambda one: (one[0].problem, ladder.get(one[0].name, len(ladder)))))
-
-
-def _code(row: Measurement) -> object:
-    return row.cubin.sha256 if row.cubin else row.software
 
 
 def recorded_spreads(gpu_slug: str | None, data: Path = DATA) -> tuple[Spread, ...]:

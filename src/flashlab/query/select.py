@@ -113,8 +113,8 @@ def by_start(rows: Iterable[Any], key: Callable[[Any], Any], wanted: Sequence[An
     newest = whole[max(whole)]
     starts: list[list[Any]] = []
     for run in sorted(whole, reverse=True):
-        same_code = all(map(_same_code, whole[run], newest))
-        if same_code and not any(_one_start(whole[run][0], known[0]) for known in starts):
+        same = all(same_code(row.record, other.record) for row, other in zip(whole[run], newest, strict=True))
+        if same and not any(_one_start(whole[run][0], known[0]) for known in starts):
             starts.append(whole[run])
     return starts[::-1]
 
@@ -124,9 +124,8 @@ def same_starts(first: Sequence[Sequence[Any]], second: Sequence[Sequence[Any]])
     return [[*ours, *theirs] for ours in first for theirs in second if _one_start(ours[0], theirs[0])]
 
 
-def _same_code(row: Any, other: Any) -> bool:
-    """Whether two rows ran the same: machine code, or a library where no software that both name has changed."""
-    ours, theirs = row.record, other.record
+def same_code(ours: Any, theirs: Any) -> bool:
+    """Whether two records ran the same: machine code, or a library where no software that both name has changed."""
     if (cubin := getattr(ours, "cubin", None)) is not None:
         return bool(cubin == theirs.cubin)
     versions = ((name, theirs.software.get(name, version), version) for name, version in ours.software.items())
