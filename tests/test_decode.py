@@ -456,15 +456,20 @@ def test_the_page_for_decoding_shows_times_as_in_a_model_first(tmp_path: Path, c
     assert f"| `sdpa` | 43.0 | ×{tables.number(43 / 42)} | ×{tables.number(37 / 38)} |" in text
 
 
-def test_the_table_of_steps_is_of_each_batchs_newest_run_on_the_first_gpu_that_has_some(tmp_path: Path) -> None:
+def test_the_table_of_steps_is_of_each_batchs_newest_run_beside_libraries_on_the_first_gpu_that_has_some(
+    tmp_path: Path,
+) -> None:
     assert pages.steps_table((), tmp_path) == pages.NOTHING_YET
     for slug, caches in (("nvidia-h200", ("rotating",)), ("nvidia-h100", ("rotating", "step"))):
         folder = tmp_path / slug / "runs"
         folder.mkdir(parents=True)
-        for run, factor in (("20260102T030405Z-0123abc", 2.0), ("20260102T040405Z-0123abc", 1.0)):
-            for batch, name in ((1, "d0_split_kv"), (1, "sdpa"), (4, "d0_split_kv")):
-                if batch == 4 and factor == 1.0:
-                    continue  # the newer run has one batch
+        for hour, factor, timed in (
+            (3, 2.0, ((1, "d0_split_kv"), (1, "sdpa"), (4, "d0_split_kv"))),
+            (4, 1.0, ((1, "d0_split_kv"), (1, "sdpa"))),
+            (5, 7.0, ((1, "d0_split_kv"),)),  # without a library beside it
+        ):
+            run = f"20260102T0{hour}0405Z-0123abc"
+            for batch, name in timed:
                 row = measurement("sdpa", Problem.parse(f"{batch}x32x8x1x8192x128"), run=run, slug=slug)
                 times = (factor * batch * (10.0 if cache == "step" else 30.0) for cache in caches)
                 samples = [

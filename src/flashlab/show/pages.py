@@ -22,6 +22,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -678,7 +679,8 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
 def steps_table(everything: Sequence[Results], data: Path) -> str:
     """Calls back to back on rotating K and V, and in a step, at `STEPS` and other batches: stages and libraries.
 
-    Of the first GPU, of `everything` on record, that has such steps; each batch's newest run with any.
+    Of the first GPU, of `everything` on record, that has such steps; of each batch the run that timed most libraries
+    in them, and of several the newest.
     """
     for one in everything:
         stepped = [
@@ -690,7 +692,11 @@ def steps_table(everything: Sequence[Results], data: Path) -> str:
             break
     else:
         return NOTHING_YET
-    newest = {row.problem.batch: row.run for row in stepped}  # records are in the order of their runs
+    libraries = Counter((row.problem.batch, row.run) for row in stepped if row.kind == "peer")
+    newest = {
+        batch: max({row.run for row in rows}, key=lambda run: (libraries[batch, run], run))
+        for batch, rows in grouped(stepped, lambda row: row.problem.batch).items()
+    }
     shown = {(row.name, row.problem.batch): row for row in stepped if row.run == newest[row.problem.batch]}
 
     def median_us(batch: int, cache: Cache, name: str) -> float | None:
