@@ -15,7 +15,7 @@ from flashlab.core.errors import DamagedRecordError, NoDataError, ParameterError
 from flashlab.core.inputs import KINDS, NORMAL
 from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import DATA
-from flashlab.core.problem import Cache, Problem, Regime, matching
+from flashlab.core.problem import SIZES, Cache, Problem, Regime, matching
 
 if TYPE_CHECKING:
     from flashlab.record.schema import Measurement
@@ -122,9 +122,8 @@ def results(
 def _apart(problem: Problem, wanted: Mapping[str, Any], kinds: Sequence[str]) -> float:
     """How far a recorded problem is from what is asked for: factors of two in sizes, and one for all else."""
     asked = {key: value for key, value in wanted.items() if key != "shape" and value is not None}
-    sizes = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim")
     of = Problem.parse(wanted["shape"] or problem.shape)
-    far: float = sum(abs(math.log2(getattr(problem, name) / getattr(of, name))) for name in sizes)
+    far: float = sum(abs(math.log2(getattr(problem, name) / getattr(of, name))) for name in SIZES)
     unlike: int = sum(getattr(problem, key) != value for key, value in asked.items())
     return far + unlike + (problem.inputs not in kinds)
 
