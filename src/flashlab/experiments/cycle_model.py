@@ -336,7 +336,7 @@ def _loop(kernel: Kernel, rates: Rates, apart: float = 1.0) -> Iterator[tuple[Mo
     Moment after moment, without an end, each with the tiles that every group has done by then. `apart` is how many
     cycles later than the one before each group begins.
     """
-    steps, turns = steps_of(kernel, rates), list[int]()  # who waits for the turn as they came; the first has it
+    steps, queue = steps_of(kernel, rates), list[int]()  # who waits for the turn as they came; the first has it
     speeds = rates.softmax if kernel.maxima else rates.softmax_without_max
 
     def takes(step: Step) -> float:
@@ -354,12 +354,12 @@ def _loop(kernel: Kernel, rates: Rates, apart: float = 1.0) -> Iterator[tuple[Mo
             if any(name == step.name for name, _ in group.gemms):
                 return False
         elif step.kind == "take turn":
-            if index not in turns:
-                turns.append(index)
-            if turns[0] != index:
+            if index not in queue:
+                queue.append(index)
+            if queue[0] != index:
                 return False
         elif step.kind == "pass turn":
-            turns.pop(0)
+            queue.pop(0)
         elif group.left > 0:
             return False
         group.at = (group.at + 1) % len(steps)
