@@ -148,6 +148,8 @@ class Rows:
     """How many are expected, for the progress."""
     count: int = 0
     missing: list[Message] = field(default_factory=list)
+    broken: bool = False
+    """Whether a worker ended early, or sent a row that makes no sense."""
 
     def run(self, job: Message, what: str, **limits_s: float) -> None:
         """Run a job in one worker; where that ends early, `what` is missing. `limits_s` is what `Worker.run` takes.
@@ -162,6 +164,7 @@ class Rows:
         except (WorkerDiedError, FlashlabError) as error:
             if isinstance(error, FlashlabError) and not self.count:
                 raise
+            self.broken = True
             self.missing.append({"what": what, "reason": str(error)})
 
     def _act(self, message: Message) -> None:
@@ -177,6 +180,7 @@ class Rows:
                 store.append(self.book.path, self.kind.model_validate({**self.book.header(), **row}))
                 self.count += 1
             except ValidationError as error:
+                self.broken = True
                 reason = f"wanted a sound row, got: {error.errors()[0]['msg']}"
                 self.missing.append({"what": row.get("name", "a row"), "reason": reason})
 
@@ -199,13 +203,16 @@ def record_rows(
 
     Raises:
         MissingError, UnsupportedError: the worker says that it cannot work here.
-        LaunchError: it does not start, or there is no row.
+        LaunchError: it does not start or ends early, a row makes no sense, or there is none; those before are kept.
         OutputError: the folder cannot be written.
     """
     with Book(options.data, store.FOLDERS[kind]) as book:
         rows = Rows(kind, book, options, total)
         rows.run(job, "the rest", **limits_s)
-        return rows.ended()
+        path, missing = rows.ended()
+        if rows.broken:
+            raise LaunchError(f"wanted every row, got {rows.count}, kept in {path}; missing: {'; '.join(missing)}")
+        return path, missing
 
 
 # --- The worker's side ------------------------------------------------------------------------------------------------
