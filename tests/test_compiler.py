@@ -130,11 +130,11 @@ few_and_all = pytest.mark.parametrize(
 @tiers
 @pytest.mark.parametrize("stage", CUDA_STAGES.values(), ids=CUDA_STAGES)
 def test_every_variant_compiles_for_hopper_and_every_head_dim_for_every_architecture(stage: Stage, whole: bool) -> None:
-    """In part, the smallest head dim and the largest for Hopper, in another type and under another mask."""
+    """In part, for Hopper the smallest head dim or, of every second stage, the largest, in another type."""
     work = compiler.jobs([stage])
     assert {job.arch for job in work} == set(stage.archs)
     assert len(work) == len(stage.archs) * len(stage.head_dims) * len(stage.dtypes) * 2
-    work = a_variant_elsewhere(work) if whole else ends_of(part_of(work))
+    work = a_variant_elsewhere(work) if whole else ends_of(part_of(work))[list(CUDA_STAGES).index(stage.id) % 2 :][:1]
     results = compiler.compile_many(work)
     assert not [f"{j.label}\n{r}" for j, r in zip(work, results, strict=True) if isinstance(r, CompileError)]
     for job, cubin in zip(work, results, strict=True):

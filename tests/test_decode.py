@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,7 @@ from flashlab.kernels import registry
 from flashlab.kernels.registry import DEAD_ENDS, DECODE, STAGES, Stage
 from flashlab.query import contests, select
 from flashlab.record import store
-from flashlab.run import choice, gpu
+from flashlab.run import choice, gpu, paged
 from flashlab.run.arguments import SPLITS, grid_for, splits_for
 from flashlab.show import pages, tables
 from flashlab.verify import on_cpu
@@ -34,6 +35,19 @@ SPLIT = "d0_split_kv"
 LONG = Problem.parse("64x32x8x1x8192x128")
 SHAPE = LaunchShape(threads=128, smem_bytes=0, tile_q=16, split_keys=64)
 every_stage = pytest.mark.parametrize("stage", DECODE.values(), ids=DECODE)
+TAKEN = [stage for stage in DECODE.values() if not stage.by_name_only or stage.id == paged.STAGE]
+"""What calls take by themselves, of keys in a row or in pages."""
+
+
+def parts_of(part: Iterable[Stage], whole: Iterable[Stage]) -> pytest.MarkDecorator:
+    """`stage` and whether its whole matrix is meant, which is for `make test-all`."""
+    return pytest.mark.parametrize(
+        ("stage", "whole"),
+        [
+            *(pytest.param(stage, False, id=f"{stage.id}-part") for stage in part),
+            *(pytest.param(stage, True, id=f"{stage.id}-whole", marks=pytest.mark.exhaustive) for stage in whole),
+        ],
+    )
 
 
 # --- the registry -----------------------------------------------------------------------------------------------------
@@ -79,20 +93,19 @@ def test_many_query_rows_are_refused_with_what_takes_them() -> None:
         flashlab.emulate(q, q, q, stage=SPLIT)
 
 
-@tiers
-@every_stage
+@parts_of(TAKEN, DECODE.values())
 def test_it_compiles_everywhere_without_spills(stage: Stage, whole: bool) -> None:
     """For Hopper every head dim under both masks, the types by turns; elsewhere every head dim once.
 
-    In part, for Hopper the smallest head dim, and of what a call takes by itself the largest too, in the other type
-    and under the other mask.
+    In part, what a call takes by itself, for Hopper: the smallest head dim and the largest, in the other type and under
+    the other mask.
     """
     every = compiler.jobs([stage])
     on_hopper = one_type_a_head_dim(job for job in every if job.arch == "sm_90a")
     work = (*on_hopper, *(job for job in a_variant_elsewhere(every) if job.arch != "sm_90a"))
     assert {(job.head_dim, job.arch) for job in work} == {(job.head_dim, job.arch) for job in every}
     if not whole:
-        work = ends_of(part_of(work))[: 1 if stage.by_name_only else 2]
+        work = ends_of(part_of(work))
     else:
         work += tuple(replace(ends_of(on_hopper)[0], overrides=variant) for variant in stage.variants)
     for job, result in zip(work, compiler.compile_many(work), strict=True):
@@ -103,12 +116,10 @@ def test_it_compiles_everywhere_without_spills(stage: Stage, whole: bool) -> Non
         assert result.launch_shape.split_keys > 0
 
 
-@tiers
-@pytest.mark.parametrize(
-    "stage",
-    [stage for stage in DECODE.values() if "cp_async_cg_16_hint" in stage.source.read_text(encoding="utf-8")],
-    ids=lambda stage: stage.id,
-)
+HINTED = [stage for stage in DECODE.values() if "cp_async_cg_16_hint" in stage.source.read_text(encoding="utf-8")]
+
+
+@parts_of([stage for stage in HINTED if stage in TAKEN], HINTED)
 def test_every_copy_with_a_hint_reads_uniform_registers_that_are_set(stage: Stage, whole: bool) -> None:
     """ptxas 13.0 makes copies by registers that nothing sets: UR0 and UR1 in d11_short_ends at a head dim of 256,
     causal, and off Hopper in d10_evict_first. A GPU stops at them: CUDA_ERROR_ILLEGAL_INSTRUCTION."""

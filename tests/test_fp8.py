@@ -79,7 +79,13 @@ HARD = [
 
 
 @needs_compiler
-@pytest.mark.parametrize(("shape", "mask", "kind"), HARD)
+@pytest.mark.parametrize(
+    ("shape", "mask", "kind"),
+    [
+        pytest.param(*case, id="-".join(case), marks=pytest.mark.exhaustive if number % 2 else ())
+        for number, case in enumerate(HARD)
+    ],
+)
 def test_sums_that_are_moved_and_put_aside_stay_right(shape: str, mask: str, kind: str) -> None:
     """With FLUSH_TILES=4 the sums go to shared memory twice or more, and references move after that."""
     problem = Problem.parse(shape, mask=mask, inputs=kind)

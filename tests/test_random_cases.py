@@ -156,7 +156,7 @@ def test_an_oracle_is_asked_once_and_judges_every_output() -> None:
 @needs_compiler
 @tiers
 def test_stages_pass_random_cases_on_the_cpu(whole: bool) -> None:
-    count = 20 if whole else 4
+    count = 20 if whole else 2
     drawn = random_cases(CUDA_STAGES, count, seed=1, max_scores=CPU_SCORES)
     found = on_cpu.check_on_cpu(list(CUDA_STAGES), random=count, seed=1)
     assert [f"{row.stage} {row.problem.label} {row.layout}: {row.reason}" for row in found.failures] == []

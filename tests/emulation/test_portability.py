@@ -51,9 +51,8 @@ def only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *programs: str) -> Non
     monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize(
-    "races", [pytest.param(False, id="fast"), pytest.param(True, id="hooks", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("races", [pytest.param(False, id="fast"), pytest.param(True, id="hooks")])
 def test_clang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, races: bool) -> None:
     only(tmp_path, monkeypatch, "clang++", "ld", "addr2line")
     assert emulator.cxx().family == "clang++"

@@ -160,6 +160,7 @@ def test_tensor_maps_follow_the_drivers_rules(arguments: dict[str, object], mess
 # --- the same files for the chip --------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 def test_kernels_compile_for_sm_90a() -> None:
     def build(at: tuple[str, dict[str, int | str]]) -> str:
         name, defines = at
