@@ -99,14 +99,14 @@ def test_what_ends_a_notebook_costs_a_try_and_no_row(make: Make, tmp_path: Path,
     assert store.verify(fake_cell.SLUG, tmp_path / "data") == ()
 
 
-@tiers
+@pytest.mark.exhaustive
 def test_what_fails_twice_costs_its_own_cell_until_it_is_run_again(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, whole: bool
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An error, a disk that is full in the middle of a line, an illegal address; in the whole too little memory on the
-    GPU, which costs a row as well."""
+    """An error, a disk that is full in the middle of a line; an illegal address and too little memory on the GPU,
+    which cost a row each."""
     monkeypatch.setenv("FLASHLAB_USD_PER_GPU_HOUR", "60")
-    of_rows = {"illegal": "crashed", "memory": "unsupported"} if whole else {"illegal": "crashed"}
+    of_rows = {"illegal": "crashed", "memory": "unsupported"}
     cells = make("error", "disk", *of_rows, times=2)
     ended = run(cells, tmp_path)
     states = {harm: state.state for harm, state in ended.items()}

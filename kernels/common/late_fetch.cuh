@@ -51,8 +51,11 @@ class TileScheduler {
   __device__ __forceinline__ Work next(const AttentionParams& p, bool first) {
     const int index = first ? blockIdx.x : gridDim.x + atomicAdd(&p.work[0], 1u);
     if (index >= num_q_tiles * num_heads) return {0, 0, 0, NO_MORE};
-    const int first_head = index / (section * num_q_tiles) * section;
-    const int section_heads = min(section, num_heads - first_head);   // the last section may be smaller
+    // Heads that are left over come first: as the last section, their longest work tiles would be the last to end.
+    const int left_over = num_heads % section;
+    const int in_sections = index - left_over * num_q_tiles;
+    const int first_head = in_sections < 0 ? 0 : left_over + in_sections / (section * num_q_tiles) * section;
+    const int section_heads = in_sections < 0 ? left_over : section;
     const int section_index = index - first_head * num_q_tiles;
     const int round = section_index / section_heads;
     const int first_q_row = (CAUSAL ? num_q_tiles - 1 - round : round) * TILE_ROWS;
