@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import synthetic
 from ahead import ahead, chosen
-from shared import needs_compiler, tiers
+from shared import needs_compiler
 
 from flashlab.build import compiler, sass
 from flashlab.build.compiler import Cubin, Job
@@ -51,10 +51,7 @@ NEEDED_BESIDE: Mapping[tuple[str, str], Mapping[str, int]] = {("08_swizzle", "PA
 SPLIT = [registry.STAGES[stage_id] for stage_id in ablate.SPLIT_STAGES]
 every_split_stage = pytest.mark.parametrize(
     "stage",
-    [
-        pytest.param(one, id=one.id, marks=() if one is SPLIT[-1] else pytest.mark.exhaustive)
-        for one in SPLIT
-    ],
+    [pytest.param(one, id=one.id, marks=() if one is SPLIT[-1] else pytest.mark.exhaustive) for one in SPLIT],
 )
 """`make test` takes the last."""
 PROBLEM = Problem.parse("16x16x2048x64")
