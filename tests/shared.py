@@ -39,6 +39,18 @@ tiers = pytest.mark.parametrize(
 """Of a large matrix, `make test` runs a part, a few cases of each stage, and `make test-all` the whole too."""
 
 
+def parts_of(part: Iterable[Stage | str], whole: Iterable[Stage | str]) -> pytest.MarkDecorator:
+    """`stage` and whether its `whole` matrix is meant: `make test` takes a part of some, `make test-all` all of all."""
+
+    def given(stage: Stage | str, whole: bool) -> Any:
+        name = stage if isinstance(stage, str) else stage.id
+        marks = pytest.mark.exhaustive if whole else ()
+        return pytest.param(stage, whole, id=f"{name}-{'whole' if whole else 'part'}", marks=marks)
+
+    each = [*(given(stage, False) for stage in part), *(given(stage, True) for stage in whole)]
+    return pytest.mark.parametrize(("stage", "whole"), each)
+
+
 OF_STAGES = ("01_correctness", "03_anatomy")
 """Notebooks that emulate every stage they are given, or compile it for every architecture."""
 REPORTED = ("00_naive", "06_cp_async", "16_ones_column")

@@ -14,7 +14,7 @@ from types import ModuleType
 import pytest
 from cuda import pathfinder
 from cuda.bindings import nvrtc
-from shared import REPORTED, a_variant_elsewhere, ends_of, one_type_a_head_dim, part_of, tiers
+from shared import REPORTED, a_variant_elsewhere, ends_of, one_type_a_head_dim, part_of, parts_of, tiers
 
 from flashlab.build import compiler
 from flashlab.build.compiler import Cubin, Job, LaunchShape
@@ -111,16 +111,7 @@ def naive(source: Path | None = None, *, head_dim: int = 64, overrides: dict[str
     )
 
 
-few_and_all = pytest.mark.parametrize(
-    ("stage", "whole"),
-    [
-        *(pytest.param(CUDA_STAGES[one], False, id=f"{one}-part") for one in REPORTED),
-        *(
-            pytest.param(stage, True, id=f"{one}-whole", marks=pytest.mark.exhaustive)
-            for one, stage in CUDA_STAGES.items()
-        ),
-    ],
-)
+few_and_all = parts_of([CUDA_STAGES[one] for one in REPORTED], CUDA_STAGES.values())
 """A part of the matrix of few stages, and the whole one of every stage."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from shared import a_variant_elsewhere, ends_of, needs_compiler, one_type_a_head_dim, part_of, tiers
+from shared import a_variant_elsewhere, ends_of, needs_compiler, one_type_a_head_dim, part_of, parts_of, tiers
 from synthetic import measurement, write_synthetic
 
 import flashlab
@@ -35,19 +34,8 @@ SPLIT = "d0_split_kv"
 LONG = Problem.parse("64x32x8x1x8192x128")
 SHAPE = LaunchShape(threads=128, smem_bytes=0, tile_q=16, split_keys=64)
 every_stage = pytest.mark.parametrize("stage", DECODE.values(), ids=DECODE)
-TAKEN = [stage for stage in DECODE.values() if not stage.by_name_only or stage.id == paged.STAGE]
+TAKEN = [stage for stage in DECODE.values() if not stage.by_name_only or stage.id in (paged._FEW_TILES, paged.STAGE)]
 """What calls take by themselves, of keys in a row or in pages."""
-
-
-def parts_of(part: Iterable[Stage], whole: Iterable[Stage]) -> pytest.MarkDecorator:
-    """`stage` and whether its whole matrix is meant, which is for `make test-all`."""
-    return pytest.mark.parametrize(
-        ("stage", "whole"),
-        [
-            *(pytest.param(stage, False, id=f"{stage.id}-part") for stage in part),
-            *(pytest.param(stage, True, id=f"{stage.id}-whole", marks=pytest.mark.exhaustive) for stage in whole),
-        ],
-    )
 
 
 # --- the registry -----------------------------------------------------------------------------------------------------

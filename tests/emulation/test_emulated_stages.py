@@ -8,7 +8,7 @@ head dim and the largest, which differ in type and mask too, and in schedule. In
 from __future__ import annotations
 
 import pytest
-from shared import in_turn
+from shared import in_turn, parts_of
 
 from flashlab.core.errors import MissingPackageError
 from flashlab.kernels.registry import CUDA_STAGES, DEAD_ENDS, get
@@ -27,17 +27,7 @@ except MissingPackageError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 
-part_and_whole = pytest.mark.parametrize(
-    ("stage", "whole"),
-    [
-        *(pytest.param(stage, False, id=f"{stage}-part") for stage in CUDA_STAGES),
-        *(pytest.param(stage, True, id=f"{stage}-whole", marks=pytest.mark.exhaustive) for stage in STAGES),
-    ],
-)
-"""A part of the matrix of each rung, and the whole one of every stage."""
-
-
-@part_and_whole
+@parts_of(CUDA_STAGES, STAGES)
 def test_a_stage_is_right_over_everything_that_breaks_kernels(stage: str, whole: bool) -> None:
     taken, parts = get(stage), []
     if whole:
@@ -67,13 +57,7 @@ def test_a_stage_is_right_over_everything_that_breaks_kernels(stage: str, whole:
     assert sum(len(lengths) for lengths, *_ in parts) == len(LENGTHS)
 
 
-@pytest.mark.parametrize(
-    ("stage", "whole"),
-    [
-        *(pytest.param(stage, False, id=f"{stage}-part") for stage in list(CUDA_STAGES)[::-2]),
-        *(pytest.param(stage, True, id=f"{stage}-whole", marks=pytest.mark.exhaustive) for stage in STAGES),
-    ],
-)
+@parts_of(list(CUDA_STAGES)[::-2], STAGES)
 def test_a_stage_takes_any_layout(stage: str, whole: bool) -> None:
     # Where rows begin does not depend on the type; contiguous ones are above. In part, every second rung.
     checked = on_cpu.check_on_cpu(
