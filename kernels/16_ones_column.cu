@@ -1,7 +1,7 @@
 // 16_ones_column: the PV GEMM also sums the probabilities that it multiplies. Parent: 15_renormalize.
 // Question: what does it cost to divide by the sum of the rounded probabilities, and what error goes away with it?
 // Change: beside V lies a panel of ones, so that O has 8 more columns, each the sum of a row's P as rounded; O is divided by that sum.
-//         The FP32 sum stays for the range check and the log-sum-exp. The wait for P·V has a fixed place among the exponentials.
+//         The FP32 sum stays for the range check and the log-sum-exp. P may be rounded before that check, beside the exponentials.
 // Layout: warpgroup 0 fetches, a warp Q, the others K and V; consumer c has rows 64·c onwards. site/stages/16_ones_column.md.
 // Requires: sm_90a.
 #include "hopper.cuh"
@@ -17,12 +17,10 @@ constexpr bool WIDE = Q_BUFFERS == 1;      // rows so wide that the output has n
 constexpr int PRODUCER_REGISTERS = NUM_CONSUMERS == 3 ? 32 : WIDE ? 24 : 40;
 constexpr int CONSUMER_REGISTERS = NUM_CONSUMERS == 3 ? 160 : WIDE ? 240 : 232;
 constexpr int NUM_SCORES = TILE_KV / 2;    // of a tile, per thread
-constexpr int SCORE_BLOCK = 8;             // scores of a lane in 16 columns
-// So many of a tile's exponentials come before the wait for P·V: a quarter, in whole blocks.
-constexpr int BEFORE_PV = (NUM_SCORES / 4 + SCORE_BLOCK - 1) / SCORE_BLOCK * SCORE_BLOCK;
-// Where ptxas puts code that seldom runs is worth 1 to 2 % of the time, and only measuring says which place is best.
-constexpr bool FIRST_APART = HEAD_DIM == PANEL && !WINDOW;   // the first K/V tile of a work tile has a copy of the code
-constexpr bool MOVE_APART = HEAD_DIM == PANEL && CAUSAL;     // a move's path rounds P itself, and lies outside the loop
+// Where P is rounded, and where ptxas puts code that seldom runs, is worth 1 to 2 % of the time, and only measuring says what is best.
+constexpr bool ROUND_EARLY = HEAD_DIM == PANEL && !CAUSAL && PINGPONG;   // before the range check; a move rounds again
+constexpr bool FIRST_APART = HEAD_DIM == PANEL && !WINDOW && (CAUSAL || PINGPONG);   // a work tile's first K/V tile has its own code
+constexpr bool MOVE_APART = HEAD_DIM == PANEL && CAUSAL;                 // a move's path rounds P itself, and lies outside the loop
 constexpr int ONES = 8;                    // columns of ones: the fewest that an instruction's N can grow by
 constexpr int O_COLUMNS = HEAD_DIM + ONES;
 // An instruction has at most 256 columns: beyond, all panels of V but the last have one of their own.
@@ -115,22 +113,22 @@ struct TileSums {
   __device__ __forceinline__ float of(int h) const { return chain[h][0] + chain[h][1]; }
 };
 
-// Scores FIRST to END of a tile are capped, where the call asks for it.
-template <int FIRST, int END>
+// A tile's scores are capped, where the call asks for it.
 __device__ __forceinline__ void cap_scores(float (&S_reg)[NUM_SCORES], const AttentionParams& p) {
 #pragma unroll
-  for (int i = FIRST; i < END; ++i) S_reg[i] = capped(p, S_reg[i]);
+  for (int i = 0; i < NUM_SCORES; ++i) S_reg[i] = capped(p, S_reg[i]);
 }
 
-// A tile's scores FIRST to END become probabilities, in their place, and are added up. Nothing here waits for another lane.
-template <int FIRST, int END, bool MASKED>
+// A tile's scores become probabilities, in their place, and are added up. Nothing here waits for another lane.
+template <bool MASKED>
 __device__ __forceinline__ void exponentials(float (&S_reg)[NUM_SCORES], const float (&reference)[HALVES], float scale_log2,
                                              TileSums& sums, const Visible& visible = {}) {
+  constexpr int BLOCK = 8;   // scores of a lane in 16 columns
 #pragma unroll
-  for (int block = FIRST; block < END; block += SCORE_BLOCK) {
+  for (int block = 0; block < NUM_SCORES; block += BLOCK) {
     const bool seen = !MASKED || 2 * block < visible.warp_keys;   // what the whole warp does not see costs nothing
 #pragma unroll
-    for (int i = block; i < block + SCORE_BLOCK; ++i) {
+    for (int i = block; i < block + BLOCK; ++i) {
       const int h = i / 2 % 2;
       if (seen) {
         const float x = fmaf(S_reg[i], scale_log2, -reference[h]);
@@ -373,13 +371,15 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     release(&smem.Q_empty[count % Q_STAGES]);
     return done;
   };
-  const auto add_and_round = [&](const float (&sum)[HALVES]) {
+  const auto add_and_round = [&](const float (&sum)[HALVES], bool rounded) {
     rows.sum[0] += sum[0];
     rows.sum[1] += sum[1];
-    round_P<TILE_KV>(P_reg, S_reg);
+    if (!rounded) round_P<TILE_KV>(P_reg, S_reg);
   };
-  // The end of a tile's softmax. Rows of which a lane's sum is out of range are brought to 2^SETTLED first.
-  const auto finish_tile = [&](float (&sum)[HALVES], int tile, const Visible& visible) {
+  // The end of a tile's softmax. Rows of which a lane's sum is out of range are brought to 2^SETTLED first. With `early`, P is rounded
+  // before that is known, where the rounding of some scores runs beside the exponentials of others, and rounded again where rows move.
+  const auto finish_tile = [&](float (&sum)[HALVES], int tile, const Visible& visible, bool early) {
+    if (early) round_P<TILE_KV>(P_reg, S_reg);
     if (__any_sync(FULL_WARP, !(sum[0] < SUM_LIMIT && sum[1] < SUM_LIMIT))) {
       count_fallback<0>(p, lane);
       bool any_over[HALVES], lost[HALVES];
@@ -394,23 +394,26 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       const bool any_lost = __any_sync(FULL_WARP, lost[0] || lost[1]);
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) {
-        if (any_over[h]) move_reference(S_reg, O_reg, rows, sum[h], h, powers[h]);
+        if (!any_over[h]) continue;
+        move_reference(S_reg, O_reg, rows, sum[h], h, powers[h]);
+        if (early) round_rows<TILE_KV>(P_reg, S_reg, h);
       }
       if (any_lost) {
         const element* Q_smem = smem.Q[Q_buffer(count)][consumer];
         scores_again(S_reg, O_reg, rows, sum, lost, Q_reg, Q_smem, own(), current(), tile, visible, warp, lane);
+        if (early) round_P<TILE_KV>(P_reg, S_reg);
       }
       if constexpr (MOVE_APART) {
-        add_and_round(sum);
+        add_and_round(sum, false);
         return;
       }
     }
-    add_and_round(sum);
+    add_and_round(sum, early);
   };
   // The softmax of a tile in which rows may have their first keys: a work tile's first tile, and those that the mask cuts. A row that
   // sees a key of the tile sees its first, unless there is a window.
   const auto settle = [&](int tile, bool masked, bool first) {
-    cap_scores<0, NUM_SCORES>(S_reg, p);
+    cap_scores(S_reg, p);
     Visible visible;
     if (masked) {
       if (FIRST_APART && first) visible.warp_keys = visible_keys(own(), warp_row() + WARP_ROWS - 1) - tile * TILE_KV;
@@ -445,12 +448,12 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     }
     TileSums sums;
     if (masked) {
-      exponentials<0, NUM_SCORES, true>(S_reg, reference, p.scale_log2, sums, visible);
+      exponentials<true>(S_reg, reference, p.scale_log2, sums, visible);
     } else {
-      exponentials<0, NUM_SCORES, false>(S_reg, reference, p.scale_log2, sums);
+      exponentials<false>(S_reg, reference, p.scale_log2, sums);
     }
     float sum[HALVES] = {sums.of(0), sums.of(1)};
-    finish_tile(sum, tile, visible);   // the first scores may tell little of the row
+    finish_tile(sum, tile, visible, false);   // the first scores may tell little of the row
   };
   // A work tile's first K/V tile, or a further one that the mask cuts.
   const auto cut_tile = [&](int tile, int first_whole, bool first) {
@@ -539,21 +542,15 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       release(&smem.K_empty[kv.stage]);
       const KvPlace after = kv.next();
       K_came = ptx::mbarrier_test_wait_parity(&smem.K_full[after.stage], after.parity);
-      TileSums sums;
-      cap_scores<0, BEFORE_PV>(S_reg, p);
-      exponentials<0, BEFORE_PV, false>(S_reg, rows.max, p.scale_log2, sums);
-      // The wait for P·V names no registers, and ptxas would put it anywhere among the exponentials. It keeps the order of a test and
-      // the wait; the test's address needs the sums so far, whose sign bits are 0, also a NaN's: these exponentials come first.
-      const int zero = (__float_as_uint(sums.chain[0][0]) | __float_as_uint(sums.chain[0][1]) | __float_as_uint(sums.chain[1][0]) |
-                        __float_as_uint(sums.chain[1][1])) >> 31;
-      V_came = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage] + zero, kv.parity);
-      ptx::wgmma_wait_group<0>();   // so is P·V
+      V_came = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity);
+      ptx::wgmma_wait_group<0>();   // so is P·V; it names no registers, and ptxas has some exponentials before it
       ptx::wgmma_pin(O_reg);
       release(&smem.V_empty[kv.previous().stage]);
-      cap_scores<BEFORE_PV, NUM_SCORES>(S_reg, p);
-      exponentials<BEFORE_PV, NUM_SCORES, false>(S_reg, rows.max, p.scale_log2, sums);
+      cap_scores(S_reg, p);
+      TileSums sums;
+      exponentials<false>(S_reg, rows.max, p.scale_log2, sums);
       float sum[HALVES] = {sums.of(0), sums.of(1)};
-      finish_tile(sum, tile, {});
+      finish_tile(sum, tile, {}, ROUND_EARLY);
       kv = after;
     }
     if constexpr (WINDOW) {

@@ -147,7 +147,7 @@ def test_registers_are_dealt_anew(stage: Stage, whole: bool) -> None:
 @pytest.mark.parametrize("stage", OVERLAPPING, ids=lambda stage: stage.id)
 def test_a_product_may_run_on_during_the_softmax(stage: Stage, whole: bool) -> None:
     """One wait leaves it under way. How many exponentials stand before the next wait is the assembler's choice, because
-    waits name no registers; where a stage pins the wait, at least a sixth of them do."""
+    waits name no registers."""
     for job in chosen(stage, whole):
         mask: Mask = "causal" if job.causal else "full"
         problem = Problem.parse(f"16x16x2048x{job.head_dim}", mask=mask, dtype=job.dtype)
@@ -167,8 +167,20 @@ def test_a_product_may_run_on_during_the_softmax(stage: Stage, whole: bool) -> N
         scores = built.parameters["TILE_KV"] // 2  # a thread's
         if stage in SPECULATIVE:
             assert 0 < spans[0] < scores
-        if stage in ONES:
-            assert spans[0] >= scores // 6
+
+
+@pytest.mark.parametrize(("head_dim", "causal"), [(64, False), (64, True), (128, False)])
+def test_probabilities_are_rounded_among_the_exponentials_where_that_is_faster(head_dim: int, causal: bool) -> None:
+    """Before the vote that says whether rows move. A stage with a vote between rounds after the last exponential."""
+    (stage,) = ONES
+    built = cubin(stage, head_dim, causal=causal)
+    opcodes_in_order = [one.opcode for one in machine_code(built.code, built.entry)]
+    among = sum(
+        opcode.startswith("F2FP") and all("MUFU.EX2" in opcodes_in_order[i + a : i + b] for a, b in ((-6, 0), (1, 7)))
+        for i, opcode in enumerate(opcodes_in_order)
+    )
+    pairs = built.parameters["TILE_KV"] // 4  # of a thread
+    assert (among >= pairs // 2) == (head_dim == 64 and not causal), (among, pairs)
 
 
 @tiers

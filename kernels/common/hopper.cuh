@@ -210,6 +210,15 @@ __device__ __forceinline__ void round_P(unsigned (&P_reg)[KEYS / WGMMA_STEP][4],
   for (int i = 0; i < KEYS / 2; i += 2) P_reg[i / 8][i / 2 % 4] = pack(S_reg[i], S_reg[i + 1], element{});
 }
 
+// Those of the thread's row h alone.
+template <int KEYS>
+__device__ __forceinline__ void round_rows(unsigned (&P_reg)[KEYS / WGMMA_STEP][4], const float (&S_reg)[KEYS / 2], int h) {
+#pragma unroll
+  for (int i = 0; i < KEYS / 2; i += 2) {
+    if (i / 2 % 2 == h) P_reg[i / 8][i / 2 % 4] = pack(S_reg[i], S_reg[i + 1], element{});
+  }
+}
+
 __device__ __forceinline__ void scale_O(float (&O_reg)[HEAD_DIM / 2], const float (&factor)[HALVES]) {
 #pragma unroll
   for (int i = 0; i < HEAD_DIM / 2; ++i) O_reg[i] *= factor[i / 2 % 2];
