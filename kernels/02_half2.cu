@@ -1,6 +1,6 @@
 // 02_half2: packed fp16 arithmetic. Parent: 01_coalesced.
 // Question: is it the arithmetic?
-// Change: both products multiply two fp16 pairs an instruction, with no conversion of their operands. An fp16 sum loses a
+// Change: both GEMMs multiply two fp16 pairs an instruction, with no conversion of their operands. An fp16 sum loses a
 //         bit or two every few terms, so it is added to an FP32 one after at most FLUSH_TERMS terms a lane of the pair.
 // Layout: thread t of block x owns row x·THREADS + t; its query row and its output row live in registers.
 #include "attention.cuh"

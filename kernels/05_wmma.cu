@@ -1,4 +1,4 @@
-// 05_wmma: tensor cores for both products, fused. Parent: 04_wmma_qk.
+// 05_wmma: tensor cores for both GEMMs, fused. Parent: 04_wmma_qk.
 // Question: and when they get all of it?
 // Change: P·V by WMMA too. The output stays in accumulator fragments; a rescaling factor a row reaches them as a 16 × 16
 //         tile of equal columns, loaded as a fragment of the same type, in which element i belongs to the same row.

@@ -19,7 +19,7 @@ constexpr int THREADS = WARPS * WARP;
 constexpr int WARP_ROWS = TILE_Q / WARPS;
 constexpr int ROW_BLOCKS = WARP_ROWS / MMA_M;      // of 16 query rows
 constexpr int KEY_BLOCKS = TILE_KV / MMA_N;        // of 8 keys
-constexpr int D_STEPS = HEAD_DIM / MMA_K;          // products that a score is the sum of
+constexpr int D_STEPS = HEAD_DIM / MMA_K;          // mma instructions that a score is summed by
 constexpr int COL_BLOCKS = HEAD_DIM / MMA_N;       // of 8 output columns
 constexpr int STRIDE = HEAD_DIM + PADDING;         // of Q, K and V rows: ldmatrix reads 8 rows at once, padding spreads them over the banks
 constexpr float LOWEST = -0x1p100f;                // below every score: as a first maximum it saves asking whether there was a key
@@ -235,7 +235,7 @@ attention_07_mma_registers(const __grid_constant__ AttentionParams p) {
           const float low = power(fmaf(S_reg[r][j][2 * half], scale_log2, -new_max));
           const float high = power(fmaf(S_reg[r][j][2 * half + 1], scale_log2, -new_max));
           row_sum[r][half] += low + high;
-          // Two blocks of 8 columns of an accumulator lie as one block of 16 of the next product's first operand does.
+          // Two blocks of 8 columns of an accumulator lie as one block of 16 of the PV GEMM's A operand does.
           P_frag[r][j / 2][j % 2 * 2 + half] = pack(low, high, element{});
         }
       }

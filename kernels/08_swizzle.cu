@@ -1,8 +1,8 @@
 // 08_swizzle: no padding, and scores a tile ahead of the output. Parent: 07_mma_registers.
 // Question: how far does mma.sync go when a warp's tensor cores and exponentials work at the same time?
 // Change: rows of shared memory lie without padding, their chunks of 16 bytes swapped instead, so that a deeper ring fits; and
-//         the next tile's scores are computed where this tile's have just been exponentiated, so that products which wait for
-//         nothing are always there to issue.
+//         the next tile's scores are computed where this tile's have just been exponentiated, so that MMAs that wait for nothing
+//         are always there to issue.
 // Layout: as the parent's; chunk c of row r of Q, K and V lies where chunk c ^ (r % 8) would, at head dim 96 c ^ (r / 2 % 4).
 #include "attention.cuh"
 #include "mma.cuh"
@@ -260,7 +260,7 @@ attention_08_swizzle(const __grid_constant__ AttentionParams params) {
       for (int half = 0; half < HALVES; ++half) tile_max[r][half] = lanes_max<ROW_LANES>(tile_max[r][half]);
     }
   };
-  // Their probabilities: two blocks of 8 columns of an accumulator lie as one of 16 of the next product's first operand does.
+  // Their probabilities: two blocks of 8 columns of an accumulator lie as one of 16 of the PV GEMM's A operand does.
   const auto exponentiate = [&](int step, unsigned (&P_frag)[STEP_BLOCKS / 2][ROW_BLOCKS][4]) {
 #pragma unroll
     for (int k = 0; k < STEP_BLOCKS / 2; ++k) {
@@ -358,7 +358,7 @@ attention_08_swizzle(const __grid_constant__ AttentionParams params) {
       }
     }
   };
-  // One tile, whose scores are in S_reg, becomes output, and the next one's scores take their place. A step has the products of
+  // One tile, whose scores are in S_reg, becomes output, and the next one's scores take their place. A step has the MMAs of
   // its keys of both tiles and the exponentials of the next step's, which do not wait for one another. The compiler would put
   // all of Q·K last; the branch between the steps, which a warp with keys left never takes, keeps them apart.
   const auto work_on = [&](int tile, int slot, int next_slot, bool has_next) {

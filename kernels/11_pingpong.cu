@@ -1,7 +1,7 @@
-// 11_pingpong: while one product waits for its softmax, the tensor cores have another one. Parent: 10_warp_specialized.
+// 11_pingpong: while one GEMM waits for its softmax, the tensor cores have another. Parent: 10_warp_specialized.
 // Question: how much of the tensor cores' time went by while a warpgroup was in its softmax, and the other way round?
-// Change: two orders, each of which can be left out. PINGPONG: consumers issue their products in turns, so that one is in its softmax
-//         while another one multiplies. OVERLAP: P·V of a tile is issued behind Q·K of the next, and is under way during its softmax.
+// Change: two orders, each of which can be left out. PINGPONG: consumers issue their GEMMs in ping-pong order, one in its
+//         softmax while another multiplies. OVERLAP: P·V of a tile is issued behind Q·K of the next, and is under way during its softmax.
 // Layout: warpgroup 0 fetches; consumer c of block x works on rows x·TILE_Q + 64·c onwards.
 // Requires: sm_90a.
 #include "hopper.cuh"
@@ -34,7 +34,7 @@ extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedSt
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier {
   CONSUMER_BARRIER = 1,   // and 2, 3: each consumer's own
-  TURN_BARRIER = 4,       // and 5, 6: a consumer's turn to issue products has come
+  TURN_BARRIER = 4,       // and 5, 6: a consumer's turn to issue GEMMs has come
 };
 using ProductTurns = Turns<TURN_BARRIER, NUM_CONSUMERS, PINGPONG>;
 

@@ -39,12 +39,12 @@ extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedSt
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier {
   PRODUCER_BARRIER = 1,   // where copies are made by hand: all of the producer know what to fetch
-  TURN_BARRIER = 2,       // and 3, 4: a consumer's turn to issue products has come
+  TURN_BARRIER = 2,       // and 3, 4: a consumer's turn to issue GEMMs has come
 };
 using ProductTurns = Turns<TURN_BARRIER, NUM_CONSUMERS, PINGPONG>;
 
 // The same in all lanes of a warp, as ptxas cannot know of what comes from shared memory: descriptors made of it then stay in
-// uniform registers, where products want them.
+// uniform registers, where wgmma wants them.
 __device__ __forceinline__ int uniform(int x) { return __reduce_max_sync(FULL_WARP, x); }
 
 // The order in which tiles of Q are taken. Full: a head's one after another, which keeps its K and V in the L2 cache. Causal: the

@@ -325,18 +325,18 @@ def test_products_describe_the_tensors_as_they_lie(name: str) -> None:
     q, k, v = (rng.standard_normal((2, n, 64)).astype(np.float32) for n in (48, 65, 65))
     arrays = _arrays(problem)
     heads = cublaslt.groups(problem, arrays, 0)[0]
-    qk, pv = cublaslt.products(problem, arrays, heads, scale_log2=0.5, parameters=parameters)
+    qk, pv = cublaslt.gemms(problem, arrays, heads, scale_log2=0.5, parameters=parameters)
     assert qk.d.dtype == ("float32" if parameters["SCORES_FP32"] else "float16")
     assert qk.d.pitch % cublaslt.PITCH == 0
 
-    def multiply(product: cublaslt.Product, a: Any, b: Any, index: int) -> Any:
+    def multiply(gemm: cublaslt.Gemm, a: Any, b: Any, index: int) -> Any:
         def matrix(m: cublaslt.Matrix, flat: Any) -> Any:  # column-major
             start = index * m.stride
             strides = (flat.itemsize, m.pitch * flat.itemsize)
             return np.lib.stride_tricks.as_strided(flat[start:], (m.rows, m.columns), strides)
 
-        left = matrix(product.a, a.ravel())
-        return product.alpha * (left.T if product.transpose_a else left) @ matrix(product.b, b.ravel())
+        left = matrix(gemm.a, a.ravel())
+        return gemm.alpha * (left.T if gemm.transpose_a else left) @ matrix(gemm.b, b.ravel())
 
     for head in range(2):
         scores = multiply(qk, k, q, head)
@@ -349,9 +349,7 @@ def test_products_describe_the_tensors_as_they_lie(name: str) -> None:
 def test_split_k_splits_the_second_product_alone() -> None:
     parameters = DEAD_ENDS["split_k"].parameters(64)
     arrays = _arrays(FIRST)
-    qk, pv = cublaslt.products(
-        FIRST, arrays, cublaslt.groups(FIRST, arrays, 1)[0], scale_log2=1.0, parameters=parameters
-    )
+    qk, pv = cublaslt.gemms(FIRST, arrays, cublaslt.groups(FIRST, arrays, 1)[0], scale_log2=1.0, parameters=parameters)
     assert (qk.split_k, pv.split_k) == (1, parameters["SPLIT_K"])
     assert parameters["SPLIT_K"] > 1
     assert cublaslt.scratch_bytes(FIRST, 1, parameters) == 6 * 2048 * 2048

@@ -1,13 +1,13 @@
-// attention_loop: an attention kernel's inner loop with everything left out but products and softmax: no copies, no barriers, the
+// attention_loop: an attention kernel's inner loop with everything left out but GEMMs and softmax: no copies, no barriers, the
 // same tile again and again. RESCALE: with the output multiplied at every tile, as if each time a maximum had grown. What it takes
 // is a floor under every kernel that has its loop in the same ORDER:
 //   SERIAL    a warpgroup waits for Q·K, takes the softmax, waits for P·V
 //   ACROSS    Q·K of the next tile is issued, then P·V of this one, and the softmax of the next runs beside P·V
-//   SUBTILES  a warpgroup has two tiles of 64 rows: the products of one are under way during the softmax of the other
-//   HALVES    the same, but the maxima come before the products are issued, and only the exponentials run beside them
-// ANCHORED: the order above is forced upon ptxas, which otherwise arranges products, waits and arithmetic as it likes.
-// DETAILS adds, to ACROSS, what a kernel cannot do without: 1, groups issue products in turns, by named barriers; 2, mbarriers are
-// asked for tiles, and told that these are done with; 4, a vote whether a sum was too large, and a branch.
+//   SUBTILES  a warpgroup has two tiles of 64 rows: the GEMMs of one are under way during the softmax of the other
+//   HALVES    the same, but the maxima come before the GEMMs are issued, and only the exponentials run beside them
+// ANCHORED: the order above is forced upon ptxas, which otherwise arranges GEMMs, waits and arithmetic as it likes.
+// DETAILS adds, to ACROSS, what a kernel cannot do without: 1, groups issue GEMMs in ping-pong order, by named barriers; 2, mbarriers
+// are tested for tiles, and arrived at when these are done with; 4, a vote whether a sum was too large, and a branch.
 #include "softmax.cuh"
 
 #define SERIAL 0
@@ -68,12 +68,12 @@ __device__ __forceinline__ void take_softmax(Tile& tile, float scale) {
   softmax<KEYS / 2, TAKE_MAX, TAKE_SUM == 1, POLYNOMIAL_EVERY, TAKE_MAX>(tile.s, tile.row_max, tile.row_sum, scale);
 }
 
-// ptxas moves arithmetic across a wait for products, which is to it an instruction without operands: it takes the powers after
+// ptxas moves arithmetic across a wait for GEMMs, which is to it an instruction without operands: it takes the powers after
 // the wait that they were to run beside. It does not move a warp's barrier whose mask depends on what was calculated. `value`
 // never has these bits, a NaN's.
 __device__ __forceinline__ void anchor(float value) { __syncwarp(__float_as_uint(value) == 0x7fffffffu ? 1u : 0xffffffffu); }
 
-// `scale`, such that what is calculated with it comes after the products issued before: ptxas does not move those across a
+// `scale`, such that what is calculated with it comes after the GEMMs issued before: ptxas does not move those across a
 // reading of the clock, whose upper two bits are 0.
 __device__ __forceinline__ float after(float value, float scale) {
   anchor(value);
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chip_attention_loop(con
     ptx::wgmma_pin(tile[0].s);
     if (DETAILS & ASKS) {
       if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(tiles_done);
-      came = ptx::mbarrier_test_wait_parity(tiles_came, 1);   // asked early, since an answer takes a while
+      came = ptx::mbarrier_test_wait_parity(tiles_came, 1);   // tested early, since an answer takes a while
     }
     take_softmax(tile[0], scale);
     if (ANCHORED) anchor(TAKE_SUM == 1 ? tile[0].row_sum[0] : tile[0].s[0]);

@@ -2,7 +2,7 @@
 #include "chip.cuh"
 
 #define ARRIVE_AND_WAIT 0   // one thread arrives at a barrier of one and waits for its own phase
-#define TRY_WAIT 1          // one thread asks for a phase that is long complete
+#define TRY_WAIT 1          // one thread tests a phase that is long complete
 #define PING_PONG 2         // two warps hand over by two mbarriers; two handovers a repeat
 #define SYNC 3              // all warps of the block at one bar.sync
 #define NAMED_PING_PONG 4   // two halves of the block hand over by two named barriers, bar.sync and bar.arrive; two a repeat

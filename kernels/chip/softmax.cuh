@@ -53,7 +53,7 @@ __device__ __forceinline__ void softmax(float (&s)[SCORES], float (&row_max)[2],
   take_powers<SCORES, WITH_SUM, POLYNOMIAL>(s, row_sum);
 }
 
-// Powers as the A operand of the next product, p[k] of its k-th step of 16 keys.
+// Powers as the A operand of the PV GEMM, p[k] of its k-th step of 16 keys.
 template <int SCORES>
 __device__ __forceinline__ void pack_all(const float (&s)[SCORES], unsigned (&p)[SCORES / 8][4]) {
 #pragma unroll

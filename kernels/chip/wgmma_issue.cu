@@ -1,5 +1,5 @@
-// wgmma_issue: the clock before, after each of STAMPS - 1 products m64nWIDTHk16 was issued, and after they are done. Where issuing
-// one suddenly takes as long as its product does, the queue was full. All THREADS / 128 warpgroups issue at once.
+// wgmma_issue: the clock before, after each of STAMPS - 1 MMAs m64nWIDTHk16 was issued, and after they are done. Where issuing
+// one suddenly takes as long as the MMA does, the queue was full. All THREADS / 128 warpgroups issue at once.
 #include "chip.cuh"
 
 constexpr int ISSUES = STAMPS - 1;

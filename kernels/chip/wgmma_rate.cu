@@ -1,4 +1,4 @@
-// wgmma_rate: products m64nWIDTHk16 of FP16, one after the other into the same accumulators, by each of THREADS / 128 warpgroups.
+// wgmma_rate: MMAs m64nWIDTHk16 of FP16, one after the other into the same accumulators, by each of THREADS / 128 warpgroups.
 // STEPS of them make a group; IN_FLIGHT groups are under way when the next is begun.
 #include "chip.cuh"
 

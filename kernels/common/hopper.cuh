@@ -1,4 +1,4 @@
-// What Hopper stages share: tiles that arrive by tensor copies, products by wgmma, and the softmax in their registers.
+// What Hopper stages share: tiles that arrive by TMA loads, GEMMs by wgmma, and the softmax in their registers.
 //
 // A tile of ROWS rows of Q, K or V lies in shared memory as panels of 64 columns, [HEAD_DIM / 64][ROWS][64]: a panel's row is
 // 128 bytes, one span of the swizzle, and a pattern of 8 rows starts on 1024 bytes. Where HEAD_DIM is an odd multiple of 32, panels
@@ -97,7 +97,7 @@ __device__ __forceinline__ void fill_end(ptx::Mbarrier* full) {
   }
 }
 
-// --- products ----------------------------------------------------------------------------------------------------------------
+// --- GEMMs -------------------------------------------------------------------------------------------------------------------
 // Descriptors are made once; what is added to one moves its start, in units of 16 bytes. The caller fences before, and commits
 // and waits after.
 
@@ -203,7 +203,7 @@ __device__ __forceinline__ void softmax(float (&S_reg)[KEYS / 2], RowState& rows
   }
 }
 
-// Probabilities as A of the next product: what a thread holds of D is what it must hold of A, once rounded.
+// Probabilities as A of the PV GEMM: what a thread holds of D is what it must hold of A, once rounded.
 template <int KEYS>
 __device__ __forceinline__ void round_P(unsigned (&P_reg)[KEYS / WGMMA_STEP][4], const float (&S_reg)[KEYS / 2]) {
 #pragma unroll

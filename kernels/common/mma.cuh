@@ -1,4 +1,4 @@
-// Warp-level matrix products through mma.sync, 16 × 8 × 16 with FP32 accumulators, on fragments whose layout is documented
+// Warp-level MMAs through mma.sync, 16 × 8 × 16 with FP32 accumulators, on fragments whose layout is documented
 // (ptx.cuh says it): with g = lane / 4 and t = lane % 4, a lane holds columns 2·t and 2·t + 1 of rows g and g + 8.
 #pragma once
 #include "attention.cuh"

@@ -8,9 +8,9 @@
 #endif
 
 enum class Part {
-  QK = 1,    // fragments of Q and K, and their products
+  QK = 1,    // fragments of Q and K, and their GEMM
   SOFTMAX,   // scale, mask, maxima, exponentials, sums, and the output's factors; scores are rounded as they are
-  PV,        // fragments of P and V, and their products
+  PV,        // fragments of P and V, and their GEMM
   MEMORY,    // tiles of K and V after those that fill the buffers first
 };
 static_assert(LEAVE_OUT >= 0 && LEAVE_OUT <= static_cast<int>(Part::MEMORY), "LEAVE_OUT is 0 or one of Part");

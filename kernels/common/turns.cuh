@@ -1,4 +1,4 @@
-// Consumers that issue their products in turns: one's are in the tensor cores while another's softmax runs.
+// Consumers that issue their GEMMs in ping-pong order: one's are in the tensor cores while another's softmax runs.
 #pragma once
 #include "hopper.cuh"
 

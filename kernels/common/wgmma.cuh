@@ -1,4 +1,4 @@
-// 9.7.15 (PTX ISA 9.0) wgmma: products of a whole warpgroup (4 consecutive warps, the first a multiple of 4), worked out by the
+// 9.7.15 (PTX ISA 9.0) wgmma: MMAs of a whole warpgroup (4 consecutive warps, the first a multiple of 4), worked out by the
 // tensor cores while the threads go on. D (64 × N, FP32, in registers) = A (64 × K) · B (K × N), or plus D; K is 32 bytes of A:
 // 16 elements of 16 bits, 32 of 8 bits. Sections are those of the PTX ISA 9.0.
 //

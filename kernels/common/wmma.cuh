@@ -1,4 +1,4 @@
-// Warp-level matrix products through nvcuda::wmma, 16 × 16 × 16, FP32 accumulators.
+// Warp-level MMAs through nvcuda::wmma, 16 × 16 × 16, FP32 accumulators.
 #pragma once
 #include <mma.h>
 

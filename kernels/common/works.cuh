@@ -1,4 +1,4 @@
-// What a block that stays works on, piece after piece, and the counters that hand it out. TILE_KV is the stage's.
+// The work tiles of a persistent block, and the counters that hand them out. TILE_KV is the stage's.
 #pragma once
 #include "hopper.cuh"
 

@@ -1,8 +1,8 @@
 // 13_overlap: the softmax waits for nothing that it can do without. Parent: 12_persistent.
 // Question: what keeps the tensor cores and the exponential unit from working at the same time, and how far can that be undone?
 // Change: exponentials start at once, against an old maximum, in bfloat16 even against none; a sum that is too large tells when they
-//         must be redone; the wait for P·V stands among them; a work is taken late, and waited for under the last product of the one
-//         before; the output leaves by a tensor copy.
+//         must be redone; the wait for P·V stands among them; a work tile is taken late, and waited for under the last GEMM of the one
+//         before; the output leaves by a TMA store.
 // Layout: warpgroup 0 fetches, a warp Q, the others K and V; consumer c has rows 64·c onwards. site/dead_ends/13_overlap.md draws it.
 // Requires: sm_90a.
 #include "hopper.cuh"
@@ -17,7 +17,7 @@ constexpr int CONSUMER_REGISTERS = NUM_CONSUMERS == 3 ? 160 : 232;
 constexpr int Q_THREADS = WARP;            // of the producer
 constexpr int KV_THREADS = WARPGROUP - WARP;
 constexpr int Q_STAGES = 2;                // the next Q comes while this one is in use
-constexpr int TAKE_AHEAD = 2;              // a work is taken when so many tiles are to follow the one at hand of the work before
+constexpr int TAKE_AHEAD = 2;              // a work tile is taken when so many K/V tiles of the one before are left to fetch
 constexpr int NUM_SCORES = TILE_KV / 2;    // of a tile, a thread
 // So many of a tile's exponentials stand before the wait for P·V, the others behind it, where they run beside the rounding of the
 // first. ptxas moves some across the wait in either direction: it names no registers.
@@ -44,7 +44,7 @@ extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedSt
 
 // Named barriers; 0 is __syncthreads.
 enum NamedBarrier {
-  TURN_BARRIER = 1,   // and 2, 3: a consumer's turn to issue products has come
+  TURN_BARRIER = 1,   // and 2, 3: a consumer's turn to issue GEMMs has come
 };
 using ProductTurns = Turns<TURN_BARRIER, NUM_CONSUMERS, PINGPONG>;
 
@@ -95,7 +95,7 @@ class Schedule {
   int section;   // heads worked on at the same time
 };
 
-// One part of the producer: takes works and fetches their Q. A work is taken as late as its Q can still come in time: whoever takes
+// One part of the producer: takes work tiles and fetches their Q. One is taken as late as its Q can still come in time: whoever takes
 // early takes by its place in a queue and not by being free, and the last to end are late.
 __device__ __forceinline__ void fetch_Q(const AttentionParams& p, const AttentionMaps& maps, SharedStorage& smem, int thread) {
   Schedule schedule(p);
@@ -120,7 +120,7 @@ __device__ __forceinline__ void fetch_Q(const AttentionParams& p, const Attentio
   if (thread == 0) close_counters(p);
 }
 
-// The other part: fetches K and V, as early as there is room for them, and says when a work comes to its end.
+// The other part: fetches K and V, as early as there is room for them, and says when a work tile comes to its end.
 // Tiles come from the last to the first, so that those that the mask cuts come first, when a maximum must be found anyway.
 __device__ __forceinline__ void fetch_KV(const AttentionParams& p, const AttentionMaps& maps, SharedStorage& smem, int thread) {
   KvPlace kv;
@@ -228,7 +228,7 @@ template <>
 constexpr float LARGEST_SUM<__half> = 32768.0f;
 constexpr float SUM_LIMIT = LARGEST_SUM<element>;
 
-// With FP32's range a work can begin without a maximum, as if it were 0: a row's first sum says whether that will do. Small
+// With FP32's range a work tile can begin without a maximum, as if it were 0: a row's first sum says whether that will do. Small
 // probabilities are as exact as large ones there; in fp16, what is below 2^-14 loses bits. A maximum of rows before would serve as
 // well, but which those are is chance, and so would be the last bits of the output.
 constexpr bool NO_MAXIMUM = SUM_LIMIT > LARGEST_SUM<__half>;
@@ -329,7 +329,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   unsigned P_reg[TILE_KV / WGMMA_STEP][4];
   RowState rows;
   KvPlace before;      // of the tile whose probabilities are in P_reg
-  int count = -1;      // of works before the current one
+  int count = -1;      // of work tiles before the current one
   int num_tiles = 0;   // that this consumer's rows need of the current work: at most the block's
   int not_mine = 0;    // tiles that the block needs and this consumer does not; they come first
   float rescale[HALVES];
@@ -375,7 +375,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     if constexpr (Q_IN_REGISTERS) load_Q(Q_reg, smem.Q[count % Q_STAGES][consumer], warp, lane);
     return true;
   };
-  // What a work's first tile needs once its scores are there. There is no maximum yet; and O is 0.
+  // What a work tile's first K/V tile needs once its scores are there. There is no maximum yet; and O is 0.
   const auto first_probabilities = [&]() {
     release(&smem.K_empty[kv.stage]);
     const int tile = num_tiles - 1;
@@ -468,7 +468,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       kv = kv.next();
     }
 
-    bool K_came = false, V_came = false;   // asked before it must be known, because an answer takes a while
+    bool K_came = false, V_came = false;   // tested before it must be known, because an answer takes a while
     for (; tile >= 0; --tile) {
       if (!K_came) wait_for_K();
       if (!V_came) wait_for_V(before);

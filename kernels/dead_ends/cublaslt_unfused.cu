@@ -1,7 +1,7 @@
-// cublaslt_unfused: the softmax between two products by cuBLASLt. Parent: 00_naive.
+// cublaslt_unfused: the softmax between two GEMMs by cuBLASLt. Parent: 00_naive.
 // Question: what do three passes through the best matrix library give?
 // Change: scores come from global memory, where cuBLASLt wrote them, and go back there as probabilities for it to read; see
-//         src/flashlab/unfused.py, which makes the products and reads HEADS_A_CALL, SETUP_EACH_CALL and SPLIT_K.
+//         src/flashlab/experiments/cublaslt.py, which calls the GEMMs and reads HEADS_A_CALL, SETUP_EACH_CALL and SPLIT_K.
 // Layout: ROW_LANES threads share a row, one of a head's that blockIdx.y counts from the first head of the call.
 #include "attention.cuh"
 #include "ptx.cuh"

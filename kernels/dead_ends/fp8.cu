@@ -1,4 +1,4 @@
-// fp8: both products on e4m3. Parent: fp8_simulated.
+// fp8: both GEMMs on e4m3. Parent: fp8_simulated.
 // Question: and when the tensor cores take FP8?
 // Change: wgmma on e4m3; K is rounded on its way into shared memory, V besides transposed, because FP8 operands are contiguous
 //         along the sum. V's keys are permuted there so that scores, rounded, are the first operand of P·V where they stand.

@@ -202,7 +202,7 @@ class Problem:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations: two products of 2 · head_dim operations a score. The softmax is not counted."""
+        """Floating-point operations: two GEMMs of 2 · head_dim operations a score. The softmax is not counted."""
         return 4.0 * self.batch * self.q_heads * self.head_dim * self.visible_scores
 
     @property

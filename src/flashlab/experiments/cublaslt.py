@@ -3,7 +3,7 @@
 cuBLASLt is called through ctypes, because neither torch nor CuPy lets its algorithm be chosen. Its matrices are
 column-major, so that everything here is transposed: Sᵀ = K · Qᵀ and Oᵀ = Vᵀ · Pᵀ, on the tensors as they lie.
 
-A product's batch is a run of heads whose addresses are evenly spaced, in Q, K, V and O alike: all of them where tensors
+A GEMM's batch is a run of heads whose addresses are evenly spaced, in Q, K, V and O alike: all of them where tensors
 are contiguous, those that share keys under grouped-query attention, one where nothing is regular.
 
 The stage's tunables say how: `HEADS_A_CALL`, `SETUP_EACH_CALL`, `SCORES_FP32`, `SPLIT_K`. On a CPU, NumPy takes
@@ -137,7 +137,7 @@ def groups(problem: Problem, arrays: Mapping[str, DeviceArray], most: int) -> tu
     return tuple(found)
 
 
-# --- products ---------------------------------------------------------------------------------------------------------
+# --- GEMMs ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Matrix:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Product:
+class Gemm:
     """d = alpha · op(a) · b, `count` times; FP32 sums. op transposes where `transpose_a`."""
 
     a: Matrix
@@ -169,14 +169,14 @@ class Product:
     """Parts that the sum is split into."""
 
 
-def products(
+def gemms(
     problem: Problem,
     arrays: Mapping[str, DeviceArray],
     heads: Heads,
     *,
     scale_log2: float,
     parameters: Mapping[str, int],
-) -> tuple[Product, Product]:
+) -> tuple[Gemm, Gemm]:
     """Q·K and P·V of some heads. The scores come out scaled, in units of log2."""
     pitch = pitch_of(problem)
 
@@ -194,8 +194,8 @@ def products(
     k, v = of_tensor("K", problem.kv_len), of_tensor("V", problem.kv_len)
     scores, probs = matrix(*of_scores, wide=bool(parameters["SCORES_FP32"])), matrix(*of_scores)
     return (
-        Product(a=k, b=q, d=scores, transpose_a=True, alpha=scale_log2, count=heads.count),
-        Product(
+        Gemm(a=k, b=q, d=scores, transpose_a=True, alpha=scale_log2, count=heads.count),
+        Gemm(
             a=v, b=probs, d=out, transpose_a=False, alpha=1.0, count=heads.count, split_k=max(1, parameters["SPLIT_K"])
         ),
     )
@@ -250,14 +250,14 @@ def _set(function: str, target: Any, attribute: int, value: ctypes._SimpleCData[
 
 
 class Matmul:
-    """A product described to cuBLASLt on the current device, with an algorithm chosen and a handle of its own."""
+    """A GEMM described to cuBLASLt on the current device, with an algorithm chosen and a handle of its own."""
 
-    def __init__(self, product: Product) -> None:
+    def __init__(self, gemm: Gemm) -> None:
         self._made: list[tuple[str, ctypes.c_void_p]] = []
         try:
             self._handle = self._keep("", _made("cublasLtCreate"))
-            self._describe(product)
-            self.algorithm = self._choose(product)
+            self._describe(gemm)
+            self.algorithm = self._choose(gemm)
         except BaseException:
             self.close()
             raise
@@ -283,31 +283,31 @@ class Matmul:
             _set(set_layout, layout, _LAYOUT_BATCH_OFFSET, ctypes.c_int64(matrix.stride))
         return layout
 
-    def _describe(self, product: Product) -> None:
-        self._alpha, self._beta = ctypes.c_float(product.alpha), ctypes.c_float(0.0)
+    def _describe(self, gemm: Gemm) -> None:
+        self._alpha, self._beta = ctypes.c_float(gemm.alpha), ctypes.c_float(0.0)
         self._operation = self._keep("MatmulDesc", _made("cublasLtMatmulDescCreate", _COMPUTE_32F, _CUDA_R_32F))
-        for attribute, transposed in ((_DESC_TRANSA, product.transpose_a), (_DESC_TRANSB, False)):
+        for attribute, transposed in ((_DESC_TRANSA, gemm.transpose_a), (_DESC_TRANSB, False)):
             choice = ctypes.c_int32(_OP_T if transposed else _OP_N)
             _set("cublasLtMatmulDescSetAttribute", self._operation, attribute, choice)
-        self._a, self._b, self._d = (self._layout(m, product.count) for m in (product.a, product.b, product.d))
+        self._a, self._b, self._d = (self._layout(m, gemm.count) for m in (gemm.a, gemm.b, gemm.d))
         self._preference = self._keep("MatmulPreference", _made("cublasLtMatmulPreferenceCreate"))
         set_preference = "cublasLtMatmulPreferenceSetAttribute"
         _set(set_preference, self._preference, _PREF_WORKSPACE, ctypes.c_uint64(WORKSPACE_BYTES))
-        for attribute, matrix in zip(_PREF_ALIGNMENTS, (product.a, product.b, product.d, product.d), strict=True):
+        for attribute, matrix in zip(_PREF_ALIGNMENTS, (gemm.a, gemm.b, gemm.d, gemm.d), strict=True):
             _set(set_preference, self._preference, attribute, ctypes.c_uint32(matrix.alignment_bytes))
 
     def _layouts(self) -> tuple[ctypes.c_void_p, ...]:
         return (self._operation, self._a, self._b, self._d, self._d)
 
-    def _choose(self, product: Product) -> _Algorithm:
-        wanted = _MANY_ALGORITHMS if product.split_k > 1 else 1
+    def _choose(self, gemm: Gemm) -> _Algorithm:
+        wanted = _MANY_ALGORITHMS if gemm.split_k > 1 else 1
         found, count = (_Heuristic * wanted)(), ctypes.c_int(0)
         operands = ", ".join(
             f"{name} {m.rows}x{m.columns} {m.dtype}, columns {m.pitch} apart, aligned to {m.alignment_bytes} bytes"
-            for name, m in (("a", product.a), ("b", product.b), ("d", product.d))
+            for name, m in (("a", gemm.a), ("b", gemm.b), ("d", gemm.d))
         )
-        split = f", its sum split in {product.split_k}" if product.split_k > 1 else ""
-        none = UnsupportedError(f"cuBLASLt has no algorithm for a product of {operands}{split}")
+        split = f", its sum split in {gemm.split_k}" if gemm.split_k > 1 else ""
+        none = UnsupportedError(f"cuBLASLt has no algorithm for a GEMM of {operands}{split}")
         try:
             _call(
                 "cublasLtMatmulAlgoGetHeuristic",
@@ -321,10 +321,10 @@ class Matmul:
         except LaunchError as error:
             raise none from error
         offered: list[_Algorithm] = [one.algorithm for one in found[: count.value] if one.state == 0]
-        if product.split_k == 1 and offered:
+        if gemm.split_k == 1 and offered:
             return offered[0]
         for algorithm in offered:
-            if self._split(algorithm, product.split_k):
+            if self._split(algorithm, gemm.split_k):
                 return algorithm
         raise none
 
@@ -374,9 +374,9 @@ class Matmul:
 
 
 @contextmanager
-def _set_up(product: Product) -> Iterator[tuple[Matmul, int]]:
-    """A product with a handle, descriptions and workspace of its own, and the workspace's address."""
-    with closing(Matmul(product)) as matmul:
+def _set_up(gemm: Gemm) -> Iterator[tuple[Matmul, int]]:
+    """A GEMM with a handle, descriptions and workspace of its own, and the workspace's address."""
+    with closing(Matmul(gemm)) as matmul:
         workspace = int(gpu.call("cuMemAlloc", WORKSPACE_BYTES))
         try:
             yield matmul, workspace
@@ -400,7 +400,7 @@ class _Passes:
         """Choose algorithms and allocate memory; see `attention._runner`.
 
         Raises:
-            UnsupportedError: the scores do not fit in memory, or cuBLASLt has no algorithm for a product.
+            UnsupportedError: the scores do not fit in memory, or cuBLASLt has no algorithm for a gemm.
             MissingPackageError: no cuBLASLt.
             LaunchError: cuBLASLt or the driver refuses.
         """
@@ -420,9 +420,9 @@ class _Passes:
         self._wide = gpu.Zeroed(device, rows * 4, stream) if parameters["SCORES_FP32"] else None
         self._scores = (self._wide or self._probs).pointer
         self._stream = stream
-        self._steps: list[tuple[Heads, Product, gpu.Launch, Product]] = []
+        self._steps: list[tuple[Heads, Gemm, gpu.Launch, Gemm]] = []
         for heads in found:
-            qk, pv = products(problem, arrays, heads, scale_log2=params.scale_log2, parameters=parameters)
+            qk, pv = gemms(problem, arrays, heads, scale_log2=params.scale_log2, parameters=parameters)
             lse = None if params.LSE is None else params.LSE + 4 * heads.first * problem.q_len
             of_softmax = SoftmaxParams(
                 self._scores, self._probs.pointer, lse, pitch_of(problem), problem.q_len, problem.kv_len
@@ -436,25 +436,25 @@ class _Passes:
                 stream=stream,
             )
             self._steps.append((heads, qk, softmax, pv))
-        wanted_products = {one for _, qk, _, pv in self._steps for one in (qk, pv)}
-        self._matmuls: dict[Product, Matmul] = {}
+        wanted_gemms = {one for _, qk, _, pv in self._steps for one in (qk, pv)}
+        self._matmuls: dict[Gemm, Matmul] = {}
         self._workspace: gpu.Zeroed | None = None
         with gpu.context(device):
             if parameters["SETUP_EACH_CALL"]:
-                for product in wanted_products:
-                    with _set_up(product):  # so that a product that cannot be done is refused now
+                for gemm in wanted_gemms:
+                    with _set_up(gemm):  # so that a GEMM that cannot be done is refused now
                         pass
             else:
                 self._workspace = gpu.Zeroed(device, WORKSPACE_BYTES, stream)
-                for product in wanted_products:
-                    self._matmuls[product] = Matmul(product)
+                for gemm in wanted_gemms:
+                    self._matmuls[gemm] = Matmul(gemm)
 
-    def _multiply(self, product: Product, a: int, b: int, d: int) -> None:
+    def _multiply(self, gemm: Gemm, a: int, b: int, d: int) -> None:
         if self._workspace is None:
-            with _set_up(product) as (matmul, workspace):
+            with _set_up(gemm) as (matmul, workspace):
                 matmul(a, b, d, workspace, self._stream)
         else:
-            self._matmuls[product](a, b, d, self._workspace.pointer, self._stream)
+            self._matmuls[gemm](a, b, d, self._workspace.pointer, self._stream)
 
     def __call__(self) -> None:
         """Enqueue everything, a group of heads after the other. The device's context must be current."""
@@ -479,15 +479,15 @@ passes = _Passes
 
 
 def emulated_passes(run: EmulatedCall) -> list[emulator.Structure]:
-    """The argument of the softmax kernel between NumPy's products: see `attention._runner`."""
+    """The argument of the softmax kernel between NumPy's GEMMs: see `attention._runner`."""
     problem, parameters = run.planned.problem, run.kernel.parameters
     q, k, v = (to_float(run.views[name].owner) for name in "QKV")
     group = problem.q_heads // problem.kv_heads
     heads, pitch = problem.batch * problem.q_heads, pitch_of(problem)
     scores = np.full((heads, problem.q_len, pitch), np.nan, dtype=np.float32)
-    products = (q @ np.repeat(k, group, axis=1).swapaxes(-1, -2)) * np.float32(run.params.scale_log2)
+    gemms = (q @ np.repeat(k, group, axis=1).swapaxes(-1, -2)) * np.float32(run.params.scale_log2)
     probs = pack(scores, problem.dtype)
-    scores[..., : problem.kv_len] = products.reshape(heads, problem.q_len, problem.kv_len)
+    scores[..., : problem.kv_len] = gemms.reshape(heads, problem.q_len, problem.kv_len)
     pointers = dict(run.pointers)
     if parameters["SCORES_FP32"]:
         pointers["scores"] = emulator.Pointer(array=scores, access="r", name="scores")
