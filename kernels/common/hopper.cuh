@@ -210,7 +210,7 @@ __device__ __forceinline__ void round_P(unsigned (&P_reg)[KEYS / WGMMA_STEP][4],
   for (int i = 0; i < KEYS / 2; i += 2) P_reg[i / 8][i / 2 % 4] = pack(S_reg[i], S_reg[i + 1], element{});
 }
 
-// Those of the thread's row h alone.
+// Those of the thread's row h alone. Not an argument of round_P: another signature would change the digests that records name.
 template <int KEYS>
 __device__ __forceinline__ void round_rows(unsigned (&P_reg)[KEYS / WGMMA_STEP][4], const float (&S_reg)[KEYS / 2], int h) {
 #pragma unroll
