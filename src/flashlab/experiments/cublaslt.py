@@ -400,7 +400,7 @@ class _Passes:
         """Choose algorithms and allocate memory; see `attention._runner`.
 
         Raises:
-            UnsupportedError: the scores do not fit in memory, or cuBLASLt has no algorithm for a gemm.
+            UnsupportedError: the scores do not fit in memory, or cuBLASLt has no algorithm for a GEMM.
             MissingPackageError: no cuBLASLt.
             LaunchError: cuBLASLt or the driver refuses.
         """
@@ -485,9 +485,9 @@ def emulated_passes(run: EmulatedCall) -> list[emulator.Structure]:
     group = problem.q_heads // problem.kv_heads
     heads, pitch = problem.batch * problem.q_heads, pitch_of(problem)
     scores = np.full((heads, problem.q_len, pitch), np.nan, dtype=np.float32)
-    gemms = (q @ np.repeat(k, group, axis=1).swapaxes(-1, -2)) * np.float32(run.params.scale_log2)
+    scaled = (q @ np.repeat(k, group, axis=1).swapaxes(-1, -2)) * np.float32(run.params.scale_log2)
     probs = pack(scores, problem.dtype)
-    scores[..., : problem.kv_len] = gemms.reshape(heads, problem.q_len, problem.kv_len)
+    scores[..., : problem.kv_len] = scaled.reshape(heads, problem.q_len, problem.kv_len)
     pointers = dict(run.pointers)
     if parameters["SCORES_FP32"]:
         pointers["scores"] = emulator.Pointer(array=scores, access="r", name="scores")
