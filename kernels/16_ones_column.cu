@@ -34,8 +34,8 @@ static_assert(HEAD_DIM <= 256, "HEAD_DIM must be at most 256: the output's regis
 static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1, 2 or 3: more would have too few registers");
 static_assert(TILE_KV % WGMMA_STEP == 0 && TILE_KV <= 256, "TILE_KV must be a multiple of 16 up to 256: an instruction's N and K");
 static_assert(PIPELINE_STAGES >= 2, "P·V of one tile and Q·K of the next must both be there");
-static_assert(!WINDOW || (NUM_CONSUMERS - 1) * WGMMA_ROWS <= TAKE_AHEAD * TILE_KV,
-              "a consumer must not wait for the next work tile before tiles are fetched that it leaves to other consumers");
+static_assert(!WINDOW || (NUM_CONSUMERS - 1) * WGMMA_ROWS <= (WIDE && PINGPONG ? 1 : TAKE_AHEAD) * TILE_KV,
+              "a consumer must not wait for the next work tile while others wait for tiles, or turns, that it leaves to them");
 
 constexpr int O_ALIGNMENT = WIDE ? 16 : PATTERN_BYTES;
 constexpr int O_ELEMENTS = WIDE ? CHUNK : WARP_ROWS * HEAD_DIM;   // a chunk where nobody uses them

@@ -248,6 +248,24 @@ def test_a_stage_has_no_races_where_rows_need_tiles_of_their_own(stage: str, sch
 
 
 @needs_compiler
+@pytest.mark.parametrize("pingpong", [0, 1])
+@pytest.mark.parametrize("tile_kv", [48, 64])
+def test_wide_rows_in_a_window_wait_for_no_turn_that_waits_for_them(tile_kv: int, pingpong: int) -> None:
+    """With one buffer of Q the next work tile comes when all consumers are done with the last: none that waits for it
+    may owe the others more than one turn, as by tiles of 48 keys those of rows 64 further on would."""
+    params = {"TILE_KV": tile_kv, "PINGPONG": pingpong}
+    for left in (68, 84, 100):
+        problem = Problem.parse("1x8x8x256x512x256", mask="causal", window=(left, -1))
+        values = oracle.make_inputs(problem)
+        if pingpong and tile_kv == 48:
+            with pytest.raises(errors.CompileError, match="tiles, or turns, that it leaves to them"):
+                on_cpu.emulated_verdict("16_ones_column", problem, values, params=params)
+        else:
+            verdict, _ = on_cpu.emulated_verdict("16_ones_column", problem, values, params=params, timeout_s=120)
+            assert verdict.passed, f"{problem.label}: {verdict.reason}"
+
+
+@needs_compiler
 @pytest.mark.parametrize("stage", [stage.id for stage in STAGES])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_tiles_outside_the_window_are_not_read(stage: str, head_dim: int) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +15,7 @@ import pytest
 
 from flashlab.core import errors
 from flashlab.record.schema import Gpu
-from flashlab.run import arrays, gpu
+from flashlab.run import arrays, fp8, gpu
 
 
 def test_strides_of_a_contiguous_array() -> None:
@@ -48,6 +51,67 @@ def test_streams_of_every_library(stream: Any, handle: int) -> None:
 def test_what_is_no_stream(stream: Any) -> None:
     with pytest.raises(errors.ParameterError, match="stream: wanted"):
         arrays.stream_handle(stream)
+
+
+class _Torch:
+    """torch as far as streams go: which one is current, on device 0."""
+
+    def __init__(self) -> None:
+        self.streams = [3]
+        self.cuda = self
+        self.is_tensor = lambda _: True
+
+    def current_stream(self, device: Any) -> SimpleNamespace:
+        assert device == 0
+        return SimpleNamespace(cuda_stream=self.streams[-1])
+
+    def default_stream(self, device: Any) -> SimpleNamespace:
+        assert device == 0
+        return SimpleNamespace(cuda_stream=0)
+
+    def ExternalStream(self, stream: int, device: Any) -> SimpleNamespace:  # noqa: N802 - torch's name
+        assert device == 0
+        assert stream > 0
+        return SimpleNamespace(cuda_stream=stream)
+
+    @contextmanager
+    def stream(self, stream: SimpleNamespace) -> Iterator[None]:
+        self.streams.append(stream.cuda_stream)
+        yield
+        self.streams.pop()
+
+
+class _Tensor:
+    """A tensor that notes on which streams it is written to."""
+
+    device, _version = 0, 0
+
+    def __init__(self, torch: _Torch) -> None:
+        self.torch, self.written_on = torch, [torch.streams[-1]]
+
+    def copy_(self, _: Any) -> None:
+        self.written_on.append(self.torch.streams[-1])
+
+    __setitem__ = lambda self, _, to: self.copy_(to)  # noqa: E731
+
+
+_Tensor.__module__ = "torch"
+
+
+@pytest.mark.parametrize("stream", [0, 3, 5])
+def test_what_a_call_makes_for_itself_is_made_on_its_stream(stream: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel waits for no other stream, and memory that torch is given back is handed on in its stream's order."""
+    torch = _Torch()
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    source = _Tensor(torch)
+    copies = arrays.TorchCopies({"K": source}, lambda _: (_Tensor(torch),), stream)
+    source._version = 1
+    copies.refresh()
+    (copy,) = copies.made["K"]
+    assert copy.written_on == [stream, stream]
+    monkeypatch.setattr(arrays.Place, "empty", lambda *_: _Tensor(torch))
+    assert fp8._ones(arrays.Place(source, stream), (1, 2)).written_on == [stream, stream]
+    assert torch.streams == [3]
 
 
 def test_host_arrays_are_refused_with_what_works() -> None:

@@ -384,8 +384,14 @@ def test_one_dominating_key_gives_its_value_exactly(stage: Stage, key: int, nats
     assert (np.asarray(found.out) == v[:, :, key][:, :, None]).all()
 
 
-@pytest.mark.parametrize("stage", ONES, ids=lambda stage: stage.id)
-@pytest.mark.parametrize("tile_kv", ONES[0].params["TILE_KV"].choices)
+@pytest.mark.parametrize(
+    ("stage", "tile_kv"),
+    [
+        pytest.param(stage, tile_kv, id=f"{stage.id}-{tile_kv}")
+        for stage in MOVING
+        for tile_kv in stage.params["TILE_KV"].choices
+    ],
+)
 def test_a_stage_is_right_with_any_tile(stage: Stage, tile_kv: int) -> None:
     """Its exponentials come in blocks, of which a tile may have any number."""
     problem = Problem.parse("1x1x1x70x300x64", mask="causal")

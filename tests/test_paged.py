@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import ml_dtypes
@@ -18,7 +19,7 @@ from flashlab.build import compiler
 from flashlab.core import errors
 from flashlab.core.problem import DTYPES, MASKS, DType, Mask, Problem
 from flashlab.kernels import registry
-from flashlab.run import arguments, emulator, paged
+from flashlab.run import arguments, arrays, emulator, paged
 from flashlab.run.arrays import TorchCopies
 from flashlab.run.paged import STAGE, job_of
 from flashlab.verify import on_cpu, oracle
@@ -487,10 +488,11 @@ def test_as_a_stage_it_is_right_and_without_races(page_size: int, head_dims: tup
     assert len(checked.rows) == 3 * 2 * len(head_dims)
 
 
-def test_copies_are_made_anew_in_place_where_their_tensors_were_written_to() -> None:
+def test_copies_are_made_anew_in_place_where_their_tensors_were_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
+    monkeypatch.setattr(arrays, "torch_stream", lambda *_: nullcontext())  # of tensors in host memory there is none
     source, calls = torch.ones(3), []
-    copies = TorchCopies({"K": source}, lambda x: (calls.append(1), (x * 2,))[1])
+    copies = TorchCopies({"K": source}, lambda x: (calls.append(1), (x * 2,))[1], 0)
     (copy,) = copies.made["K"]
     copies.refresh()
     assert (len(calls), copy.tolist()) == (1, [2, 2, 2])

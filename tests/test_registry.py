@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from flashlab.core.errors import DataError, ParameterError, UnknownStageError, UnsupportedError
-from flashlab.core.paths import KERNELS
+from flashlab.core.paths import KERNELS, ROOT
 from flashlab.core.problem import DTYPES, FIRST_SHAPE, Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import (
@@ -65,6 +65,19 @@ def test_a_stage_comes_after_its_parent(stage: Stage) -> None:
 def test_every_kernel_is_a_stage(folder: Path, stages: Mapping[str, Stage]) -> None:
     files = {path.name for path in folder.iterdir() if path.suffix in (".cu", ".py")}
     assert files == {stage.source.name for stage in stages.values()}
+
+
+def test_files_that_kernels_name_are_there() -> None:
+    """A comment says where a structure is mirrored, or what makes a file: it should be found there."""
+    path = re.compile(r"\b(?:kernels|notebooks|scripts|site|src|tests)/[\w./-]+\.(?:cpp|cuh?|h|md|patch|py|toml)\b")
+    named = {
+        (file.relative_to(ROOT).as_posix(), name)
+        for file in KERNELS.rglob("*")
+        if file.suffix in (".cpp", ".cu", ".cuh", ".h", ".md", ".py", ".toml")
+        for name in path.findall(file.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 10
+    assert [(file, name) for file, name in sorted(named) if not (ROOT / name).is_file()] == []
 
 
 @every_stage

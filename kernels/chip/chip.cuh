@@ -46,7 +46,7 @@ __device__ __forceinline__ void keep_all(const MicroParams& p, const T (&values)
 constexpr int ROW_BYTES = 128;
 constexpr int PATTERN_BYTES = 1024;   // 8 rows
 
-// Fills shared memory with numbers from 1 up to 2. What they are does not matter to the clock, and NaN is none of them.
+// Fills shared memory with numbers from 1 to 1.25. What they are does not matter to the clock, and NaN is none of them.
 __device__ __forceinline__ void fill(unsigned* smem, int bytes) {
   for (int i = threadIdx.x; i < bytes / 4; i += blockDim.x) smem[i] = 0x3c003c00u | (i * 2654435761u >> 8 & 0x00ff00ffu);
   ptx::fence_proxy_async_shared();

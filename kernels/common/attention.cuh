@@ -8,7 +8,7 @@
 #include <cuda_fp16.h>
 
 #if !defined(HEAD_DIM) || !defined(CAUSAL) || !defined(ELEMENT) || !defined(ALIGNED)
-#error "A stage is compiled with -DHEAD_DIM=…, -DCAUSAL=…, -DELEMENT=… and -DALIGNED=…; src/flashlab/compiler.py does it."
+#error "A stage is compiled with -DHEAD_DIM=…, -DCAUSAL=…, -DELEMENT=… and -DALIGNED=…; src/flashlab/build/compiler.py does it."
 #endif
 
 #ifndef WINDOW
@@ -37,7 +37,7 @@ struct TensorView {
   long long row_stride;
 };
 
-// src/flashlab/attention.py mirrors this layout, field by field.
+// src/flashlab/run/arguments.py mirrors this layout, field by field.
 struct AttentionParams {
   TensorView Q;        // (batch, q_heads, q_len, HEAD_DIM)
   TensorView K;        // (batch, kv_heads, kv_len, HEAD_DIM)

@@ -1,4 +1,4 @@
-// What every micro-benchmark shares. src/flashlab/timing.py mirrors the struct, field by field.
+// What every micro-benchmark shares. src/flashlab/measure/timer.py mirrors the struct, field by field.
 #pragma once
 
 struct MicroParams {

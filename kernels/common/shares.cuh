@@ -2,8 +2,8 @@
 #pragma once
 #include "attention.cuh"
 
-// AttentionParams' work is then {a counter for each block, 0 at every launch and put back to 0, as MAX_SHARES words; two parts for each
-// block, of any content, or 0 as the counters are, with zero_parts}. Nothing of it lies elsewhere with another grid, so that launches of a stream may use the same memory.
+// AttentionParams' work is then MAX_SHARES counters, 0 before and after every launch, and behind them two parts for each block, of any
+// content, or 0 as the counters are with zero_parts. No place in it depends on the grid: launches of a stream may use the same memory.
 constexpr int MAX_SHARES = 4096;   // blocks of such a launch at most; src/flashlab/run/arguments.py has it too
 
 // The launch of a persistent kernel that splits keys without clusters (`tiles.blocks.cluster` is 1). The grid is (G, 1, 1), where G is

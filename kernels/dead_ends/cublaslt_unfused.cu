@@ -13,7 +13,7 @@ constexpr int WIDTH = ROW_LANES == 1 ? 1 : 8;   // scores an access: rows are pa
 constexpr int STRIDE = ROW_LANES * WIDTH;
 static_assert(ROW_LANES == 1 || ROW_LANES == WARP, "ROW_LANES is 1 or 32");
 
-// src/flashlab/unfused.py mirrors this layout, field by field.
+// src/flashlab/experiments/cublaslt.py mirrors this layout, field by field.
 struct SoftmaxParams {
   const float* scores;    // (heads, q_len, pitch), scaled to units of log2; with SCORES_FP32 0 not used: they are in `probs`
   element* probs;         // (heads, q_len, pitch)

@@ -1,4 +1,4 @@
-// The CPU emulation of CUDA C++: included ahead of every kernel file (-include) by src/flashlab/emulator.py.
+// The CPU emulation of CUDA C++: included ahead of every kernel file (-include) by src/flashlab/run/emulator.py.
 //
 // A .cu file is compiled by g++ or clang++ as it stands. This header gives the language's keywords and built-ins a meaning;
 // the headers beside it take the place of CUDA's own (<cuda_fp16.h>, <cuda_bf16.h>, <cuda_fp8.h>, <mma.h>) and of the PTX

@@ -561,7 +561,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       K_came = ptx::mbarrier_test_wait_parity(&smem.K_full[after.stage], after.parity);
       TileSums sums;
       exponentials<0, BEFORE_PV, false>(S_reg, rows.max, scale_log2, sums);
-      // See 16_ones_column: the wait's place is pinned by the address of a test that needs the sums so far.
+      // ptxas would move these exponentials behind the wait, which names no registers: the address of a test needs their sums' signs.
       const int zero = (__float_as_uint(sums.chain[0][0]) | __float_as_uint(sums.chain[0][1]) | __float_as_uint(sums.chain[1][0]) |
                         __float_as_uint(sums.chain[1][1])) >> 31;
       V_came = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage] + zero, kv.parity);

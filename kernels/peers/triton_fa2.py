@@ -1,6 +1,6 @@
 """FlashAttention-2 in plain Triton, its sizes chosen by triton.autotune: what a day's work with Triton gives.
 
-A peer, no stage: nothing in it is chosen by hand or meant for one GPU. src/flashlab/peers.py calls it.
+A peer, no stage: nothing in it is chosen by hand or meant for one GPU. src/flashlab/kernels/peers.py calls it.
 Layouts: Q, O (batch, q_heads, q_len, HEAD_DIM); K, V (batch, kv_heads, kv_len, HEAD_DIM); contiguous.
 Requires: sm_80, float16 or bfloat16, HEAD_DIM a power of two; under a causal mask q_len <= kv_len.
 """

@@ -87,3 +87,22 @@ def test_another_stream_and_an_unaligned_output() -> None:
     flashlab.fp8_attention(*stored, **scales, dtype="float16", out=out, stream=stream)
     stream.synchronize()
     assert _relative(out, _right(*exact, False)) < 0.04
+
+
+def test_what_the_call_makes_for_itself_is_ready_on_another_stream() -> None:
+    """Scales of 1, and V as the attention reads it: the current stream, which is busy, has no part in them."""
+    torch.manual_seed(0)
+    stored, _, _ = _stored(*[(1, 2, 200, 128)] * 3)
+    expected = flashlab.fp8_attention(*stored, dtype="float16")
+    out = torch.empty_like(expected)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    for _ in range(20):
+        torch.cuda._sleep(10**7)
+        flashlab.fp8_attention(*stored, dtype="float16", out=out, stream=stream)
+        # Where the call's own memory was, if the current stream had that.
+        torch.full((1 << 16,), 0x7FFF, dtype=torch.int16, device="cuda")
+        stream.synchronize()
+        assert torch.equal(out, expected)
+        out.zero_()
+        torch.cuda.synchronize()

@@ -9,7 +9,7 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -319,16 +319,23 @@ def _through_protocol(obj: Any, name: str, stream: int | None) -> DeviceArray:
 
 
 @contextmanager
+def torch_stream(stream: int, device: Any) -> Iterator[None]:
+    """Make a stream torch's current one on a device of torch's, or its index."""
+    cuda = importlib.import_module("torch").cuda
+    if cuda.current_stream(device).cuda_stream == stream:
+        yield
+        return
+    # To ExternalStream, 0 is not the default stream but the wish for a new one.
+    theirs = cuda.ExternalStream(stream, device) if stream else cuda.default_stream(device)
+    with cuda.stream(theirs):
+        yield
+
+
+@contextmanager
 def _current(stream: int, like: Any) -> Iterator[None]:
     """Make the caller's stream the current one of the library of `like`, on its device."""
     if library_of(like) == "torch":
-        cuda = importlib.import_module("torch").cuda
-        if cuda.current_stream(like.device).cuda_stream == stream:
-            yield
-            return
-        # To ExternalStream, 0 is not the default stream but the wish for a new one.
-        theirs = cuda.ExternalStream(stream, like.device) if stream else cuda.default_stream(like.device)
-        with cuda.stream(theirs):
+        with torch_stream(stream, like.device):
             yield
         return
     with like.device:
@@ -359,13 +366,20 @@ def counters_on_device(like: Any, count: int, stream: int, zeros: int | None = N
 class TorchCopies:
     """What torch makes of arrays on a GPU, kept, and made anew in place where a torch tensor was written to since."""
 
-    def __init__(self, arrays: Mapping[str, Any], make: Callable[[Any], tuple[Any, ...]]) -> None:
-        """`make`: from an array, as a torch tensor, to the tensors made of it, whose shapes stay the same."""
+    def __init__(self, arrays: Mapping[str, Any], make: Callable[[Any], tuple[Any, ...]], stream: int) -> None:
+        """`make`: from an array, as a torch tensor, to the tensors made of it, whose shapes stay the same.
+
+        It is done on `stream`, where they are read: no other would be waited for, and their memory is that stream's.
+        """
         torch = importlib.import_module("torch")
         self._sources = {name: x if torch.is_tensor(x) else torch.from_dlpack(x) for name, x in arrays.items()}
-        self._make = make
+        self._make, self._stream = make, stream
         self._versions = self._seen()
-        self.made = {name: make(source) for name, source in self._sources.items()}
+        with self._enqueued():
+            self.made = {name: make(source) for name, source in self._sources.items()}
+
+    def _enqueued(self) -> AbstractContextManager[None]:
+        return torch_stream(self._stream, next(iter(self._sources.values())).device)
 
     def _seen(self) -> list[int]:
         return [source._version for source in self._sources.values()]
@@ -375,9 +389,10 @@ class TorchCopies:
         if self._versions == self._seen():
             return
         self._versions = self._seen()
-        for name, source in self._sources.items():
-            for old, new in zip(self.made[name], self._make(source), strict=True):
-                old.copy_(new)
+        with self._enqueued():
+            for name, source in self._sources.items():
+                for old, new in zip(self.made[name], self._make(source), strict=True):
+                    old.copy_(new)
 
     def before(self, launch: Callable[[], None], *needs: Any) -> Callable[[], None]:
         """A launch that finds them as the arrays are; what it `needs` lives as long as it."""
@@ -464,6 +479,13 @@ class Place:
             DeviceError, DTypeError, LayoutError: as `on_host` and `on_device` say.
         """
         return on_host(array, name) if self.stream is None else on_device(array, name, self.stream)
+
+    def enqueued(self) -> AbstractContextManager[None]:
+        """In it, what the caller's library does is enqueued on the call's stream: it is ordered before the kernel, and
+        memory that is allocated is handed on when that stream is done with it."""
+        if self.stream is None or library_of(self.like) == "other":
+            return nullcontext()
+        return _current(self.stream, self.like)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
         """A new array there, of the caller's library; in host memory NumPy's where it is neither that nor torch.

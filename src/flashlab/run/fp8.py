@@ -28,7 +28,16 @@ from flashlab.run.arguments import (
     params_for,
     tile_map,
 )
-from flashlab.run.arrays import HOST, DeviceArray, Place, TorchCopies, contiguous_strides, on_device, on_host
+from flashlab.run.arrays import (
+    HOST,
+    DeviceArray,
+    Place,
+    TorchCopies,
+    contiguous_strides,
+    on_device,
+    on_host,
+    torch_stream,
+)
 from flashlab.run.attention import EmulatedCall, run_on_cpu
 from flashlab.run.plan import Plan, check_dtype, check_layout, check_out, outputs_of, planned, problem_of, tunables
 
@@ -50,7 +59,7 @@ _TRANSPOSE_THREADS = 256
 
 
 class Fp8Params(ctypes.Structure):
-    """kernels/fp8/f0_e4m3.cu, `Fp8Params`, field by field."""
+    """kernels/common/fp8.cuh, `Fp8Params`, field by field."""
 
     _fields_ = (
         ("V", TensorView),
@@ -166,8 +175,9 @@ def fp8_attention(
 
 
 def _ones(here: Place, shape: tuple[int, ...]) -> Any:
-    made = here.empty(shape, "float32")
-    made[...] = 1
+    with here.enqueued():
+        made = here.empty(shape, "float32")
+        made[...] = 1
     return made
 
 
@@ -289,7 +299,8 @@ def _run_on_gpu(call: _Call, here: Place, lse: DeviceArray | None, params: Mappi
     assert counters is not None
     own = call.params
     own.LSE, own.work = None if lse is None else lse.pointer, counters[1]
-    blocks = here.empty(call.blocks_shape, "int16")
+    with here.enqueued():  # given up when this returns, and the kernels may not even have begun
+        blocks = here.empty(call.blocks_shape, "int16")
     with gpu.context(device):
         _launches(call, own, code, blocks.data_ptr(), stream)()
 
@@ -329,13 +340,14 @@ def passes(
 ) -> Callable[[], None]:
     """f0_e4m3 on 16-bit arrays: quantised by torch, again where a torch tensor was written to since. See
     `attention._runner`."""
-    stored = TorchCopies({name: views[name].owner for name in "QKV"}, quantize_e4m3)
+    stored = TorchCopies({name: views[name].owner for name in "QKV"}, quantize_e4m3, stream)
     made = {name: on_device(x, name) for name, (x, _) in stored.made.items()}
     scales = {f"{name}_scale": on_device(scale, name) for name, (_, scale) in stored.made.items()}
     call = _Call(recipe.plan, {**views, **made}, scales)
     own = call.params
     own.LSE, own.work, own.fallbacks = params.LSE, params.work, params.fallbacks
-    blocks = stored.made["V"][0].new_empty(call.blocks_shape, dtype=importlib.import_module("torch").int16)
+    with torch_stream(stream, recipe.plan.device):
+        blocks = stored.made["V"][0].new_empty(call.blocks_shape, dtype=importlib.import_module("torch").int16)
     return stored.before(_launches(call, own, recipe.code, blocks.data_ptr(), stream), blocks)
 
 

@@ -33,7 +33,7 @@ from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.run import arrays, choice, emulator, gpu, recipes
 from flashlab.run.arguments import AttentionParams, params_for
-from flashlab.run.arrays import DeviceArray, TorchCopies, on_device, on_host
+from flashlab.run.arrays import DeviceArray, TorchCopies, on_device, on_host, torch_stream
 from flashlab.run.attention import EmulatedCall, run_on_cpu
 from flashlab.run.plan import (
     Plan,
@@ -436,14 +436,15 @@ def passes(
     plan, page_size = recipe.plan, recipe.code.cubin.parameters["PAGE_SIZE"]
     torch = importlib.import_module("torch")
     there = {"dtype": torch.int32, "device": f"cuda:{plan.device}"}
-    table = torch.as_tensor(_table(plan.problem, page_size), **there)
-    lengths = torch.full((plan.problem.batch,), plan.problem.kv_len, **there)
+    with torch_stream(stream, plan.device):
+        table = torch.as_tensor(_table(plan.problem, page_size), **there)
+        lengths = torch.full((plan.problem.batch,), plan.problem.kv_len, **there)
 
     def paged(source: Any) -> tuple[Any]:
         bits = source.view(torch.int16)
         return (_in_pages(bits, table.long(), page_size, bits.new_full),)
 
-    pools = TorchCopies({name: views[name].owner for name in "KV"}, paged)
+    pools = TorchCopies({name: views[name].owner for name in "KV"}, paged, stream)
     made = {name: pool for name, (pool,) in pools.made.items()} | {"page_table": table, "lengths": lengths}
     call = _Call(plan, {**views, **{name: on_device(one, name) for name, one in made.items()}})
     own, cache = call.structures
