@@ -70,13 +70,15 @@ def test_runs_are_taken_over_once(tmp_path: Path) -> None:
     new = tmp_path / "new"
     assert [one.taken for one in collect([elsewhere(tmp_path / "third")], new)] == [(f"runs/{OTHER}.jsonl",)]
     assert store.verify(SLUG, new) == ()
+    with pytest.raises(NoDataError, match=r"wanted runs of commit fedcba9 in .*, found none"):
+        collect([tmp_path / "third"], new, commit="fedcba9")
 
 
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
         ("tampered", "wanted sound records, found:\n.*differs from CHECKSUMS"),
-        ("mixed", "new runs of one commit.*\n  0123abc\n  7654321"),
+        ("mixed", "new runs of one commit.*\n  0123abc, 7654321"),
         ("dirty", f"runs of a commit as it is, found:\n  {DIRTY}"),
         ("other lines", "one of them was changed"),
         ("copied", r"wanted sound records with the new ones, found:\n.*the samples of runs/.* again"),
