@@ -209,9 +209,9 @@ def compare(
     """
     from flashlab.query import compare as module
 
-    comparison = module.compare(before, after, data)
     wanted = {"shape": Problem.parse(shape).shape if shape else None, "dtype": dtype, "mask": mask}
-    rows = [one for one in comparison.changes if matching([one.problem], **wanted)]
+    comparison = module.compare(before, after, data, **wanted)
+    rows = comparison.changes
     if chart is not None:
         from flashlab.show import charts
 
