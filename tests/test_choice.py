@@ -107,8 +107,9 @@ def test_a_damaged_table_says_what_helps(tmp_path: Path, text: str) -> None:
     path = tuned.path_of(H200, tmp_path)
     path.parent.mkdir(parents=True)
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(DamagedRecordError, match="flashlab tuned"):
+    with pytest.raises(DamagedRecordError, match=r"git, or delete it: `flashlab tuned`") as caught:
         tuned.table(H200, tmp_path)
+    assert "\n" not in str(caught.value)
 
 
 # --- Tunables ---

@@ -11,7 +11,7 @@ import synthetic
 
 from flashlab.core.errors import DamagedRecordError, NoDataError
 from flashlab.core.problem import Problem, suite
-from flashlab.query import compare
+from flashlab.query import compare, statistics
 from flashlab.record import store
 from flashlab.record.collect import collect
 from flashlab.record.schema import Machine, Measurement, to_line
@@ -70,13 +70,15 @@ def test_runs_are_taken_over_once(tmp_path: Path) -> None:
     new = tmp_path / "new"
     assert [one.taken for one in collect([elsewhere(tmp_path / "third")], new)] == [(f"runs/{OTHER}.jsonl",)]
     assert store.verify(SLUG, new) == ()
+    with pytest.raises(NoDataError, match=r"wanted runs of commit fedcba9 in .*, found none"):
+        collect([tmp_path / "third"], new, commit="fedcba9")
 
 
 @pytest.mark.parametrize(
     ("harm", "words"),
     [
         ("tampered", "wanted sound records, found:\n.*differs from CHECKSUMS"),
-        ("mixed", "new runs of one commit.*\n  0123abc\n  7654321"),
+        ("mixed", "new runs of one commit.*\n  0123abc, 7654321"),
         ("dirty", f"runs of a commit as it is, found:\n  {DIRTY}"),
         ("other lines", "one of them was changed"),
         ("copied", r"wanted sound records with the new ones, found:\n.*the samples of runs/.* again"),
@@ -156,12 +158,16 @@ def test_a_change_is_told_from_the_noise_between_starts(two_drivers: Path) -> No
     assert {one.name: one.verdict for one in back.changes} == {"00_naive": "faster", "sdpa": "same"}
 
 
-def test_sides_are_runs_commits_drivers_or_gpus(two_drivers: Path) -> None:
+def test_sides_are_runs_commits_drivers_or_gpus(two_drivers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = sorted(path.stem for path in (two_drivers / SLUG / "runs").iterdir())
     alone = compare.compare(runs[0], runs[2], two_drivers)
     assert {one.starts for one in alone.changes} == {(1, 1)}
     assert alone.noise_percent == pytest.approx(0.5, abs=0.01)  # what other starts of either driver say
     assert compare.compare(f"{SLUG}+580.1", "0123abc+590.2", two_drivers).changes
+    assert compare.compare(runs[0], runs[2], two_drivers, mask="full").changes == alone.changes
+    monkeypatch.setattr(statistics, "over_starts", lambda *_: pytest.fail("no interval is drawn that nobody asked for"))
+    with pytest.raises(NoDataError, match="of mask causal, found none"):
+        compare.compare(runs[0], runs[2], two_drivers, mask="causal")
     with pytest.raises(NoDataError, match="GPUs with data: nvidia-h200"):
         compare.compare("580.1", "abacus", two_drivers)
     document = json.loads(json.dumps(alone.differs))

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,6 +49,28 @@ def test_json_holds_all_fields_of_any_row(capsys: pytest.CaptureFixture[str]) ->
 def test_cells_join_lists_and_parameters(capsys: pytest.CaptureFixture[str]) -> None:
     answer([{"list": [1, 0.25], "parameters": {"WARPS": 4, "PADDING": 8}}], ("list", "parameters", "absent"))
     assert capsys.readouterr().out.splitlines()[1].split() == ["1", "0.25", "WARPS=4", "PADDING=8", "–"]
+
+
+@pytest.mark.parametrize("columns", [36, 80])
+def test_a_terminal_too_narrow_for_the_table_has_a_paragraph_for_each_row(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda _: True)
+    rows = [
+        {"name": "05_wmma", "size": "16x16x2048x64", "rate": 113.1, "reason": None},
+        {"name": "fp8", "size": "16x16x2048x64", "rate": None, "reason": "wanted float16, got bfloat16"},
+    ]
+    answer(rows, ("name", "size", "rate", "reason"), title="Rows")
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in capsys.readouterr().out.splitlines()]
+    if columns == 80:
+        assert lines[1:3] == ["name     size            rate  reason", "05_wmma  16x16x2048x64  113.1  –"]
+        return
+    assert lines == [
+        *("Rows", "05_wmma", "  size 16x16x2048x64; rate 113.1"),
+        *("fp8", "  size 16x16x2048x64; reason wanted", "  float16, got bfloat16"),
+    ]
 
 
 def test_steps_are_lines_on_stderr_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

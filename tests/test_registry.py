@@ -111,6 +111,12 @@ def test_an_unknown_stage_is_refused_with_the_known_ones() -> None:
         get("99_magic")
 
 
+@pytest.mark.parametrize(("name", "meant"), [("05", "05_wmma"), ("wmma", "05_wmma"), ("d3", "d3_equal_share")])
+def test_an_id_that_is_nearly_right_is_refused_with_the_right_one(name: str, meant: str) -> None:
+    with pytest.raises(UnknownStageError, match=rf"Did you mean (\w+ or )*{meant}( or \w+)*\?$"):
+        get(name)
+
+
 @pytest.mark.parametrize(
     ("arch", "expected"),
     [("sm_75", (7, 5)), ("sm_89", (8, 9)), ("sm_90a", (9, 0)), ("sm_100a", (10, 0)), ("sm_120", (12, 0))],

@@ -494,6 +494,11 @@ def test_a_plan_says_masks_and_type_or_means_all_masks_and_float16(tmp_path: Pat
         path.write_text(json.dumps(bad), encoding="utf-8")
         with pytest.raises(FlashlabError, match=words):
             tune.read_plan(path)
+    for text, words in (("# flashlab", r"Expecting value"), ('[{"head_dim": "x"}]', r"0\.\w+: wanted")):
+        path.write_text(text, encoding="utf-8")
+        with pytest.raises(FlashlabError, match=words) as caught:
+            tune.read_plan(path)
+        assert "\n" not in str(caught.value)
 
 
 def _timing(slug: str, asked: list[list[tune.Task]]) -> Any:

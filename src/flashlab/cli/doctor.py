@@ -203,7 +203,8 @@ def repair(
     from flashlab.record import store
     from flashlab.run import gpu as here
 
-    known = store.folders(data)
+    # A folder without records is no GPU's and gets no CHECKSUMS: an empty --data is the folder one happens to be in.
+    known = [name for name in store.folders(data) if store.record_files(name, data)]
     if not known:
         raise NoDataError(f"wanted GPUs' folders of records under {data}, found none")
     if unknown := set(gpus or ()) - set(known):

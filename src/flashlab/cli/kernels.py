@@ -82,7 +82,8 @@ def compile_(
     sizes = ("static_smem_bytes", "dynamic_smem_bytes", "threads", "seconds", "cached")
     answer(rows, (*columns, *sizes), as_json=as_json)
     failures = [result for result in results if isinstance(result, CompileError)]
-    for failure in failures:
+    # A mistake in the source fails at every head dim, type and mask, each with its own command and log.
+    for failure in {failure.summary: failure for failure in reversed(failures)}.values():
         complain(failure)
     if failures:
         say(f"{len(failures)} of {len(jobs)} failed")

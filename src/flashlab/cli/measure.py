@@ -42,9 +42,11 @@ def bench(
     source: opt.Source = None,
     ceilings: Annotated[bool, typer.Option(help="Measure the GPU's own limits too.")] = True,
     samples: opt.Samples = None,
-    cold: Annotated[int | None, typer.Option(help="Samples with a cold L2.")] = None,
-    step: Annotated[int | None, typer.Option(help="Samples in a CUDA graph, behind another kernel.")] = None,
-    sustained: Annotated[float | None, typer.Option(help="Seconds of continuous calls at every problem.")] = None,
+    cold: Annotated[int | None, typer.Option(help="Samples with a cold L2.", min=0)] = None,
+    step: Annotated[int | None, typer.Option(help="Samples in a CUDA graph, behind another kernel.", min=0)] = None,
+    sustained: Annotated[
+        float | None, typer.Option(help="Seconds of continuous calls at every problem.", min=0)
+    ] = None,
     sustained_on: Annotated[
         str | None, typer.Option(metavar="NAME[,NAME]...", help="Call these alone for seconds.")
     ] = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 PIPED_WIDTH = 200
 """Columns of a table that goes to a file or a pipe, where nothing says how wide it may be."""
+LAST_WIDTH = 30
+"""The last column of a table, which may be a sentence, is folded down to this; the others are not."""
 
 Columns = Sequence[str] | Mapping[str, str | Callable[[Any], object]]
 """Names of fields, which are the headings too; or by heading a field, `a.b` for one inside another, or what makes the
@@ -45,14 +48,32 @@ def answer(
     from rich.table import Table
 
     columns = columns if isinstance(columns, Mapping) else {name: name for name in columns}
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     cells = [[_text(_value(row, column)) for column in columns.values()] for row in rows]
+    console = Console(width=None if sys.stdout.isatty() else PIPED_WIDTH)
+    *widths, last = (max(map(len, column)) + 2 for column in zip(columns, *cells, strict=True))
+    if sys.stdout.isatty() and sum(widths) + min(last, LAST_WIDTH) > console.width:
+        _blocks(console, [*columns], cells, title)
+        return
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for index, heading in enumerate(columns):
         numeric = bool(cells) and all(_is_number(row[index]) for row in cells)
         table.add_column(heading, justify="right" if numeric else "left", overflow="fold")
     for line in cells:
         table.add_row(*map(escape, line))
-    Console(width=None if sys.stdout.isatty() else PIPED_WIDTH).print(table)
+    console.print(table)
+
+
+def _blocks(console: Console, headings: Sequence[str], cells: Sequence[Sequence[str]], title: str | None) -> None:
+    """Each row in lines of its own, for a terminal where a table's columns would cut words into pieces."""
+    how: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
+    if title:
+        console.print(title, style="italic", **how)
+    for name, *row in cells:
+        # A space that does not break holds a heading and the first word behind it together.
+        pairs = [f"{key}\N{NO-BREAK SPACE}{text}" for key, text in zip(headings[1:], row, strict=True) if text != "–"]
+        lines = textwrap.wrap("; ".join(pairs), console.width - 2, break_long_words=False, break_on_hyphens=False)
+        console.print(name, style="bold", **how)
+        console.print(textwrap.indent("\n".join(lines), "  ").replace("\N{NO-BREAK SPACE}", " "), **how)
 
 
 def _plain(value: Any) -> object:

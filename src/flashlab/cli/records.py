@@ -69,13 +69,16 @@ def results(
     from flashlab.query.frame import headline
     from flashlab.record import store
 
+    others = {"regime": regime, "cache": cache, "window": window, "softcap": softcap or None}
     if verify:
+        narrower = {"shape": shape, "dtype": dtype, "mask": mask, "against-peers": against_peers, **others}
+        if given := " ".join(f"--{key}" for key, value in narrower.items() if value):
+            raise ParameterError(f"--verify: wanted no option beside it but --gpu, --data and --json, got {given}")
         folders = store.folders(data) if gpu is None else ()
         _verify(folders or (store.require_runs(gpu, data),), data, as_json)
         return
     name = store.require_runs(gpu, data)
     kinds = kinds_in(inputs or NORMAL)
-    others = {"regime": regime, "cache": cache, "window": window, "softcap": softcap or None}
     if against_peers and (given := " ".join(f"--{key} {value}" for key, value in others.items() if value)):
         raise ParameterError(
             f"--against-peers: wanted no --regime, --cache, --window or --softcap beside it, got {given}. It shows "
@@ -206,9 +209,9 @@ def compare(
     """
     from flashlab.query import compare as module
 
-    comparison = module.compare(before, after, data)
     wanted = {"shape": Problem.parse(shape).shape if shape else None, "dtype": dtype, "mask": mask}
-    rows = [one for one in comparison.changes if matching([one.problem], **wanted)]
+    comparison = module.compare(before, after, data, **wanted)
+    rows = comparison.changes
     if chart is not None:
         from flashlab.show import charts
 

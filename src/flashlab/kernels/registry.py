@@ -377,12 +377,13 @@ def _unknown(name: str) -> UnknownStageError:
             return UnknownStageError(f"stage: wanted an entry kernels/{folder}{name}.toml beside its source, got none")
     # Without its number too, which is what people misremember.
     titles = {stage_id.partition("_")[2]: stage_id for stage_id in STAGES}
-    near = difflib.get_close_matches(name, [*STAGES, *OFF_LADDER, *titles], n=3)
+    ids = (*STAGES, *OFF_LADDER)
+    begun = [stage_id for stage_id in ids if name and stage_id.startswith(name)]
+    near = [*begun, *difflib.get_close_matches(name, [*ids, *titles], n=3)]
     meant = dict.fromkeys(titles.get(match, match) for match in near)
     return UnknownStageError(
         f"stage: wanted one of {', '.join(STAGES)}, got {name!r}."
-        + (f" Did you mean {' or '.join(meant)}?" if meant else "")
-        + f" Off the ladder: {', '.join(OFF_LADDER)}"
+        + (f" Did you mean {' or '.join(meant)}?" if meant else f" Off the ladder: {', '.join(OFF_LADDER)}")
     )
 
 

@@ -155,7 +155,7 @@ def run(
     Raises:
         As `measure`; UnknownStageError, ParameterError: names that make no sense; before any GPU work.
     """
-    named = implementations_of(stages, libraries.default_names(problems) if peers is None else peers, sources)
+    named = _named(problems, stages, peers, sources, plan)
     wanted = limits.require(limits.CEILINGS if ceilings is True else ceilings or ())
     if not problems and not wanted:
         raise ParameterError("wanted at least one problem or ceiling to measure, got none")
@@ -169,9 +169,6 @@ def run(
         options.note(said if names else "all of it is on record; nothing was measured")
         if not names and not wanted:
             return None
-    unknown = [name for name in plan.sustained_names or () if name not in named]
-    if unknown:
-        raise ParameterError(f"sustained: wanted names among {', '.join(named)}, got {', '.join(unknown)}")
     second = {
         f"{name}{_WITH_LSE}": replace(one, lse_of=name, record={**one.record, "lse": True})
         for name, one in named.items()
@@ -190,6 +187,20 @@ def run(
         ceilings=wanted,
         before=lambda: compile_ahead(named, cells, options.device),
     )
+
+
+def _named(
+    problems: Sequence[Problem],
+    stages: Sequence[str] | None,
+    peers: Sequence[str] | None,
+    sources: Mapping[str, Path] | None,
+    plan: Plan,
+) -> dict[str, Implementation]:
+    """What a run measures, the libraries being those for its problems; refused where the plan names anything else."""
+    named = implementations_of(stages, libraries.default_names(problems) if peers is None else peers, sources)
+    if unknown := [name for name in plan.sustained_names or () if name not in named]:
+        raise ParameterError(f"sustained: wanted names among {', '.join(named)}, got {', '.join(unknown)}")
+    return named
 
 
 def compile_ahead(
@@ -412,7 +423,7 @@ def estimate(
     Args:
         known: rows on record, the newest last.
     """
-    named = implementations_of(stages, libraries.default_names(problems) if peers is None else peers, sources)
+    named = _named(problems, stages, peers, sources, plan)
     built: set[tuple[str, Problem]] = set()
     estimates = []
     for problem in problems:

@@ -17,6 +17,7 @@ measure/tuned.py makes the table of choices from the records.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +26,7 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import NamedTuple
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from flashlab.build.parallel import Follow
 from flashlab.core.errors import CompileError, ParameterError
@@ -150,11 +151,12 @@ def read_plan(path: Path) -> list[Task]:
         UnknownStageError, UnsupportedError: so does a stage.
     """
     try:
-        entries = _PLAN_FILE.validate_json(path.read_bytes())
+        entries = _PLAN_FILE.validate_python(json.loads(path.read_bytes()))
     except (OSError, ValueError) as error:
+        fault = registry.reason(error.errors()[0]) if isinstance(error, ValidationError) else error
         raise ParameterError(
             f'--plan: wanted a JSON list of objects such as {{"stage": "09_wgmma", "head_dim": 64, "variants": '
-            f'[{{"TILE_KV": 64}}]}}, got {path}: {error}'
+            f'[{{"TILE_KV": 64}}]}}, got {path}: {fault}'
         ) from error
     tasks = []
     for entry in entries:

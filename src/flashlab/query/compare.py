@@ -17,7 +17,7 @@ import pandas as pd
 
 from flashlab.core.errors import NoDataError
 from flashlab.core.paths import DATA
-from flashlab.core.problem import Problem
+from flashlab.core.problem import Problem, matching
 from flashlab.query import select, statistics
 from flashlab.query.frame import frame, grouped
 from flashlab.record import store
@@ -59,23 +59,28 @@ class Comparison:
     """In the order of pages."""
 
 
-def compare(before: str, after: str, data: Path = DATA) -> Comparison:
+def compare(before: str, after: str, data: Path = DATA, **wanted: object) -> Comparison:
     """Hold all that both sides timed beside each other.
 
     Args:
         before, after: a GPU's folder, a driver's version, the beginning of a commit or of a run's id; several joined by
             `+` hold all at once: `nvidia-h200+0123abc`.
+        wanted: fields of the problems to compare, as `matching` takes them; their intervals alone are drawn.
 
     Raises:
-        NoDataError: a side has no times, or they have nothing in common.
+        NoDataError: a side has no times, or they have nothing in common that is wanted.
     """
     every = _timed(data)
     sides = [_side(text, every, data) for text in (before, after)]
     one, two = map(_grouped, sides)
     noise = _noise(every[every["gpu"].isin({*sides[0]["gpu"], *sides[1]["gpu"]})])
-    changes = [_change(key, one[key], two[key], noise) for key in one if key in two]
+    common = set(matching({problem for problem, _ in one.keys() & two.keys()}, **wanted))
+    changes = [_change(key, one[key], two[key], noise) for key in one if key in two and key[0] in common]
     if not changes:
-        raise NoDataError(f"wanted a stage or library that {before} and {after} both timed at one problem, found none")
+        of = "".join(f" of {name} {value}" for name, value in wanted.items() if value)
+        raise NoDataError(
+            f"wanted a stage or library that {before} and {after} both timed at one problem{of}, found none"
+        )
     return Comparison(
         sides=(before, after),
         differs=_differences(*sides),

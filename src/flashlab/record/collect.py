@@ -61,6 +61,8 @@ def collect(folders: Sequence[Path], data: Path = DATA, *, commit: str = "") -> 
         collected.append(Collected(gpu=gpu, folder=source, taken=tuple(taken), known=tuple(known)))
         if new and not (data / gpu / "machine.json").is_file():
             plan.append((source / "machine.json", data / gpu / "machine.json"))
+    if commit and not any(one.taken or one.known for one in collected):
+        raise NoDataError(f"wanted runs of commit {commit} in {', '.join(map(str, folders))}, found none")
     _rehearse(plan, data)
     for path, target in plan:
         writable_dir(target.parent, "records")
@@ -109,7 +111,7 @@ def _of_one_commit(source: Path, new: Iterable[Path]) -> None:
         raise DamagedRecordError(_refused(source, "runs of a commit as it is", dirty))
     if len(commits := sorted({match["commit"] for match in runs.values()})) > 1:
         raise DamagedRecordError(
-            _refused(source, "new runs of one commit; `--commit` takes those of one at a time", commits)
+            _refused(source, "new runs of one commit; `--commit` takes those of one at a time", [", ".join(commits)])
         )
 
 

@@ -647,8 +647,8 @@ def _refuse_too_large(
     if seconds > timeout_s:
         raise TooLargeError(
             f"{problem.label} by stage {stage.id} would take about {_duration(seconds)} on {cores} "
-            f"core{'s' if cores > 1 else ''}; wanted at most {_duration(timeout_s)}. A smaller problem works, and "
-            "`flashlab.emulate(…, timeout_s=None)` runs it for as long as it takes.",
+            f"core{'s' if cores > 1 else ''}; wanted at most {_duration(timeout_s)}. A smaller problem works; "
+            "`flashlab.emulate(…, timeout_s=None)` and `flashlab check --insist` take as long as it takes.",
             seconds=seconds,
         )
 

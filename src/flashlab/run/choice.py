@@ -36,6 +36,8 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
 from flashlab.core.errors import DamagedRecordError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import AS_IN_A_MODEL, Problem
@@ -196,9 +198,10 @@ def _read(gpu: str, data: Path, _: int) -> Table:
         read = Choices.model_validate_json(path.read_bytes())
         return Table(gpu=gpu, arch=read.arch, sm_count=read.sm_count, rows=read.rows)
     except (OSError, ValueError) as error:
+        fault = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise DamagedRecordError(
-            f"wanted a table of stages and tunables in {path}, got {type(error).__name__}: {error}. `flashlab tuned` "
-            "writes it anew from the records."
+            f"wanted a table of stages and tunables in {path}, got {fault}. Restore it with git, or delete it: "
+            "`flashlab tuned` makes one from the records."
         ) from error
 
 
