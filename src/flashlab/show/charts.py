@@ -302,8 +302,9 @@ def _row_chart(
         for tick, name in zip(axes.get_yticklabels(), names, strict=False):
             tick.set_fontweight("bold" if name in bold else "normal")
         for y, name in zip(places, names if layout == "narrow" else (), strict=False):
-            look = {"va": "bottom", "weight": "bold" if name in bold else "normal"}
-            _text(axes, name, (0, y), (0, 7 if bars else 5), xycoords=("axes fraction", "data"), **look)
+            # On paper, or the line at the reference would strike the name through.
+            look = {"weight": "bold" if name in bold else "normal", "bbox": {"facecolor": PAPER, "pad": 0.6}}
+            _text(axes, name, (0, y), (0, 7 if bars else 5), xycoords=("axes fraction", "data"), va="bottom", **look)
         if callable(log):
             log(axes)
         elif log:
