@@ -1338,7 +1338,7 @@ def _roofs(
 
 
 def _problem_points(shown: Results, first: Problem) -> list[_Point]:
-    """Of each full problem the fastest stage and the fastest library, over the bytes that must cross device memory."""
+    """Fastest stage and library of each full problem of the last rung, over the bytes that must cross device memory."""
     return [
         _Point(
             row=row,
@@ -1347,7 +1347,7 @@ def _problem_points(shown: Results, first: Problem) -> list[_Point]:
             tflops=rate,
             solid=problem.head_dim == first.head_dim,
         )
-        for problem, rows in shown.problems.items()
+        for problem, rows in shown.with_last_rung().items()
         if (problem.dtype, problem.mask) == (first.dtype, "full")
         for row in (select.fastest_stage(rows), select.fastest_peer(rows))
         if row and (rate := select.rate(row))
