@@ -110,6 +110,7 @@ def test_what_a_rung_shows_is_its_prediction_and_its_record(tmp_path: Path, show
         assert f"stages/{stage_id}.md" in said
         row = next(one for one in shown.rows() if one.name == stage_id)
         assert f"**Measured:** {number(select.rate(row))} TFLOP/s" in said
+        assert "**×1.00**" not in said, "bold says slower"
     slower = (tmp_path / "snippets" / "journey" / "10_warp_specialized.md").read_text(encoding="utf-8")
     assert re.search(r"\| over parent \| \*\*×0\.\d+\*\*", slower), "a rung that lost says so in bold"
     assert "<figure" in (tmp_path / "snippets" / "journey" / "trained.md").read_text(encoding="utf-8")

@@ -69,6 +69,16 @@ def test_the_session_with_the_highest_rung_is_shown_and_others_fill_it_in(tmp_pa
     assert select.parent_of(by_name[top], rows) == by_name[lower[1]]
 
 
+def test_a_problem_that_the_last_rung_was_not_timed_at_is_told_apart(tmp_path: Path) -> None:
+    run, small = "20260101T030000Z-0000abc", Problem.parse("1x8x512x64")
+    lower, top = list(registry.STAGES)[-2:]
+    timed = (_timed(name, problem, run, 10.0) for name, problem in ((lower, FIRST), (top, FIRST), (lower, small)))
+    _write(tmp_path, run, *timed)
+    shown = select.load(GPU, tmp_path)
+    assert set(shown.problems) == {FIRST, small}
+    assert set(shown.with_last_rung()) == {FIRST}
+
+
 def test_a_session_with_older_code_of_the_last_rung_is_not_shown(tmp_path: Path) -> None:
     older, newer = "20260101T030000Z-0000abc", "20260102T030000Z-0123abc"
     *lower, top = list(registry.STAGES)[-3:]

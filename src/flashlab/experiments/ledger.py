@@ -651,8 +651,8 @@ def standing(verdicts: Sequence[Verdict]) -> str:
     turned = [name for name in late if histories[name].turned_its_verdict]
     few = [one.id for one in verdicts if one.starts is not None and one.starts < FEW_STARTS]
     return (
-        f"What {len(late)} of the {len(verdicts)} claims are judged by, or the words of it, was changed after a result "
-        f"of theirs was known, and the verdict of {len(turned)} with it; the table says when, and from what to what. "
+        f"The rules of {len(late)} of the {len(verdicts)} claims, or their words, were changed after a result was "
+        f"known, and {len(turned)} verdicts with them; the table says when, and from what to what. "
         f"{len(few)} show a number that was measured on "
         f"fewer than {FEW_STARTS} starts of a machine, and say so."
     )

@@ -425,7 +425,7 @@ def _page(out: Any, results: Any, data: Path, *, decoding: bool) -> None:
         rows = [row for row in rows if row["dtype"] == shown_in]
         rows.sort(key=lambda row: (row["sequences"], list(meaning).index(row["distribution"])))
     columns = DECODE_COLUMNS if decoding else COLUMNS
-    out.snippet(snippet, f"{table(columns, rows)}\n\n<small>{' · '.join(facts)}</small>")
+    out.snippet(snippet, f"{table(columns, rows, drop_empty=True)}\n\n<small>{' · '.join(facts)}</small>")
 
 
 def page(out: Any, results: Any, data: Path = DATA) -> None:

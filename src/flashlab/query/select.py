@@ -331,6 +331,16 @@ class Results:
         rows = self.problems[wanted]
         return rows if stage_ids is None else tuple(r for r in rows if r.kind == "peer" or r.name in stage_ids)
 
+    def with_last_rung(self) -> dict[Problem, tuple[Measurement, ...]]:
+        """The problems at which the last stage of `first` was timed too: elsewhere the fastest is an older one."""
+        rows = self.rows() if self.first else ()
+        stages = [row.name for row in rows if row.kind == "stage" and rate(row) is not None]
+        return {
+            problem: rows
+            for problem, rows in self.problems.items()
+            if any(row.name in stages[-1:] and rate(row) is not None for row in rows)
+        }
+
     def libraries(self, dtype: str) -> frozenset[str]:
         """The libraries that have a burst time in an element type at any problem: the set that percentages are of."""
         rows = (row for problem, of in self.problems.items() if problem.dtype == dtype for row in of)

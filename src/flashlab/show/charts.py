@@ -302,8 +302,9 @@ def _row_chart(
         for tick, name in zip(axes.get_yticklabels(), names, strict=False):
             tick.set_fontweight("bold" if name in bold else "normal")
         for y, name in zip(places, names if layout == "narrow" else (), strict=False):
-            look = {"va": "bottom", "weight": "bold" if name in bold else "normal"}
-            _text(axes, name, (0, y), (0, 7 if bars else 5), xycoords=("axes fraction", "data"), **look)
+            # On paper, or the line at the reference would strike the name through.
+            look = {"weight": "bold" if name in bold else "normal", "bbox": {"facecolor": PAPER, "pad": 0.6}}
+            _text(axes, name, (0, y), (0, 7 if bars else 5), xycoords=("axes fraction", "data"), va="bottom", **look)
         if callable(log):
             log(axes)
         elif log:
@@ -1337,7 +1338,7 @@ def _roofs(
 
 
 def _problem_points(shown: Results, first: Problem) -> list[_Point]:
-    """Of each full problem the fastest stage and the fastest library, over the bytes that must cross device memory."""
+    """Fastest stage and library of each full problem of the last rung, over the bytes that must cross device memory."""
     return [
         _Point(
             row=row,
@@ -1346,7 +1347,7 @@ def _problem_points(shown: Results, first: Problem) -> list[_Point]:
             tflops=rate,
             solid=problem.head_dim == first.head_dim,
         )
-        for problem, rows in shown.problems.items()
+        for problem, rows in shown.with_last_rung().items()
         if (problem.dtype, problem.mask) == (first.dtype, "full")
         for row in (select.fastest_stage(rows), select.fastest_peer(rows))
         if row and (rate := select.rate(row))

@@ -82,6 +82,12 @@ def _cells(shown: Results, stage: Stage) -> list[tuple[str, Measurement, float |
     return cells
 
 
+def _over_parent(gain: float) -> str:
+    """A ratio, in bold where it shows that the stage is slower."""
+    said = times(gain)
+    return f"**{said}**" if gain < 1 and said != times(1.0) else said
+
+
 def _rung(shown: Results | None, stage: Stage) -> dict[str, Any]:
     """What a rung's section says: its lines, neighbours and, where it is on record, its rates beside its parent's."""
     place = RUNGS.index(stage.id)
@@ -94,9 +100,7 @@ def _rung(shown: Results | None, stage: Stage) -> dict[str, Any]:
     _, row, gain = cells[0]
     lines: list[tuple[str | None, ...]] = [("TFLOP/s", *(number(select.rate(one)) for _, one, _ in cells))]
     if stage.parent:
-        # In bold where the stage is slower.
-        said = {one: f"**{times(one)}**" if one < 1 else times(one) for _, _, one in cells if one}
-        lines.append(("over parent", *(said[one] if one else None for _, _, one in cells)))
+        lines.append(("over parent", *(_over_parent(one) if one else None for _, _, one in cells)))
     scored = tables.scored(predictions.scores(shown, [stage]))
     rates = markdown(("", *(title for title, _, _ in cells)), lines)
     return facts | {"row": row, "gain": gain, "share": contests.percent_of_peak(row), "scored": scored, "rates": rates}

@@ -979,7 +979,7 @@ def across(found: Iterable[contests.Across], everything: Sequence[Results], regi
 
 
 def placement(shown: Results) -> str:
-    """Where each full problem's fastest stage and library stand under the roof that bounds them.
+    """Where the fastest stage and library stand under the roof that bounds them, at each full problem of the last rung.
 
     It is what the tensor cores can do at the clock inside the row's calls or, said so, device memory. A problem that
     stays in L2 from call to call may pass the latter, and says that.
@@ -992,7 +992,7 @@ def placement(shown: Results) -> str:
         known = ", ".join(shown.ceilings) or "none"
         raise NoDataError.of(f"the ceiling copy of {shown.gpu}", "flashlab bench --ceilings", known)
     lines = []
-    for problem, rows in shown.problems.items():
+    for problem, rows in shown.with_last_rung().items():
         if problem.dtype != first.dtype or problem.mask != "full":
             continue
         line: list[Cell] = [problem.sizes, problem.flops / problem.compulsory_bytes]
