@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import synthetic
 
-from flashlab.core.errors import DamagedRecordError, NoDataError
+from flashlab.core.errors import DamagedRecordError, NoDataError, ParameterError
 from flashlab.core.problem import Problem, suite
 from flashlab.query import compare, statistics
 from flashlab.record import store
@@ -170,6 +170,9 @@ def test_sides_are_runs_commits_drivers_or_gpus(two_drivers: Path, monkeypatch: 
         compare.compare(runs[0], runs[2], two_drivers, mask="causal")
     with pytest.raises(NoDataError, match="GPUs with data: nvidia-h200"):
         compare.compare("580.1", "abacus", two_drivers)
+    for nothing in ("", f"{SLUG}+"):  # every run begins with it
+        with pytest.raises(ParameterError, match=f"got '{nothing}'".replace("+", r"\+")):
+            compare.compare(nothing, "590.2", two_drivers)
     document = json.loads(json.dumps(alone.differs))
     assert "driver" in document
 

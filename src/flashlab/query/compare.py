@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from flashlab.core.errors import NoDataError
+from flashlab.core.errors import NoDataError, ParameterError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem, matching
 from flashlab.query import select, statistics
@@ -69,6 +69,7 @@ def compare(before: str, after: str, data: Path = DATA, **wanted: object) -> Com
 
     Raises:
         NoDataError: a side has no times, or they have nothing in common that is wanted.
+        ParameterError: a side is empty, or a part of it is.
     """
     every = _timed(data)
     sides = [_side(text, every, data) for text in (before, after)]
@@ -100,6 +101,8 @@ def _timed(data: Path) -> pd.DataFrame:
 
 def _side(text: str, rows: pd.DataFrame, data: Path) -> pd.DataFrame:
     for part in text.split("+"):
+        if not part:
+            raise ParameterError(f"wanted a GPU's folder, a driver or the beginning of a commit or run, got {text!r}")
         drivers = [record.gpu.driver for record in rows["record"]]
         same = [
             part in (gpu, driver) or run.startswith(part) or (len(part) >= 7 and commit.startswith(part))
