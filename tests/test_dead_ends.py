@@ -83,10 +83,10 @@ def test_a_name_may_carry_values_of_tunables() -> None:
     assert (stage.id, variant) == ("wmma_no_smem", {"COLUMN_LANES": 32, "WARP_A_HEAD": 1})
     assert variant_name(stage.id, variant) == "wmma_no_smem[COLUMN_LANES=32,WARP_A_HEAD=1]"
     assert registry.parse("05_wmma") == (STAGES["05_wmma"], {})
-    with pytest.raises(
-        UnknownStageError, match=r"got 'wmma'\. Did you mean .*Off the ladder: d0_split_kv, .*branch_free, "
-    ):
+    with pytest.raises(UnknownStageError, match=r"got 'wmma'\. Did you mean wmma_no_smem or 05_wmma"):
         registry.parse("wmma[COLUMN_LANES=32]")
+    with pytest.raises(UnknownStageError, match=r"got 'nothing near'.* Off the ladder: d0_split_kv, .*branch_free, "):
+        registry.parse("nothing near[COLUMN_LANES=32]")
     with pytest.raises(ParameterError, match="has no parameter 'LANES'"):
         registry.parse("wmma_no_smem[LANES=32]")
     with pytest.raises(ParameterError, match=r"wanted ID or ID\[NAME=VALUE,…\]"):
