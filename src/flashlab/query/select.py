@@ -333,12 +333,12 @@ class Results:
 
     def with_last_rung(self) -> dict[Problem, tuple[Measurement, ...]]:
         """The problems at which the last stage of `first` was timed too: elsewhere the fastest is an older one."""
-        rows = self.rows() if self.first else ()
-        stages = [row.name for row in rows if row.kind == "stage" and rate(row) is not None]
+        ladder = self.rows() if self.first else ()
+        last = [row.name for row in ladder if row.kind == "stage" and rate(row) is not None][-1:]
         return {
             problem: rows
             for problem, rows in self.problems.items()
-            if any(row.name in stages[-1:] and rate(row) is not None for row in rows)
+            if any(row.name in last and rate(row) is not None for row in rows)
         }
 
     def libraries(self, dtype: str) -> frozenset[str]:
