@@ -92,6 +92,7 @@ constexpr float SUM_LIMIT = SUM_LIMIT_OF<element>;   // of a lane's P of one til
 // by about that room in a tile or two: a warp's rows then move in different tiles, and the warp in every one.
 constexpr int SETTLED = SUM_LIMIT > 1.0f ? 0 : -HEADROOM;
 constexpr float OVERFLOWN = 0x1p126f;   // a sum from here on, or NaN, says that FP32 may not hold some exponential
+constexpr float NOTHING_SEEN = -0x1p100f;   // a reference against which every score but -inf overflows
 
 // The columns of a tile that a lane's rows see: those from first_key[h] on and below num_keys[h], counted from the lane's first.
 struct Visible {
@@ -210,7 +211,7 @@ __device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (
     if (!lost[h]) continue;
     const float reference = (row_max == NEG_INF ? 0.0f : row_max) + HEADROOM;
     const float factor = ptx::ex2_approx_ftz(fminf(rows.max[h] - reference, 0.0f));   // above 1 only where there is nothing yet
-    rows.max[h] = reference;
+    rows.max[h] = row_max == NEG_INF ? NEG_INF : reference;   // none yet
     rows.sum[h] *= factor;
     sum[h] = 0.0f;
 #pragma unroll
@@ -446,7 +447,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
         const float first = lanes_max<ROW_LANES>(some) + HEADROOM;
         rows.max[h] = rows.max[h] == NEG_INF ? first : rows.max[h];
       }
-      reference[h] = masked && rows.max[h] == NEG_INF ? 0.0f : rows.max[h];             // the row sees nothing yet: P = 2^-inf
+      // Where the first scores are -inf, P is 2^-inf against any finite reference. Against NOTHING_SEEN, later scores of the tile are lost.
+      reference[h] = masked && rows.max[h] == NEG_INF ? NOTHING_SEEN : rows.max[h];
     }
     TileSums sums;
     if (masked) {
