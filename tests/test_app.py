@@ -387,6 +387,7 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
         (("repair",), "wanted GPUs' folders of records under"),
         (("tune", "09", "--shape", "bad", "--dry-run"), "shape: wanted BxHxSxD"),
         (("tune", "09", "--head-dim", "80", "--dry-run"), "Stage 09_wgmma takes head dim"),
+        (("tune", "--plan", "p.json", "--shape", "1x1x64x64", "--dtype", "float16"), "wanted no --dtype, --shape"),
         (("report", "--stages", "99_none"), FIRST_STAGE),
         (("report", "--source", "replay", "--gpu", "none-such"), "GPUs with data"),
     ],

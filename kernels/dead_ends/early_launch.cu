@@ -19,10 +19,10 @@ constexpr int PRODUCER_REGISTERS = NUM_CONSUMERS == 3 ? 32 : WIDE ? 24 : 40;
 constexpr int CONSUMER_REGISTERS = NUM_CONSUMERS == 3 ? 160 : WIDE ? 240 : 232;
 constexpr int NUM_SCORES = TILE_KV / 2;    // of a tile, per thread
 // Where P is rounded, and where ptxas puts code that seldom runs, is worth 1 to 2 % of the time, and only measuring says what is best.
-// Without PINGPONG and without a mask, rounding early or code apart for the first tile would spill a register.
-constexpr bool ROUND_EARLY = HEAD_DIM == PANEL && !CAUSAL && PINGPONG;   // before the range check; a move rounds again
+// Without PINGPONG rounding early would spill a register, and without a mask, so would code apart for the first tile.
+constexpr bool ROUND_EARLY = HEAD_DIM == PANEL && PINGPONG;              // before the range check; a move rounds again
 constexpr bool FIRST_APART = HEAD_DIM == PANEL && !WINDOW && (CAUSAL || PINGPONG);   // a work tile's first K/V tile has its own code
-constexpr bool MOVE_APART = HEAD_DIM == PANEL && CAUSAL;                 // a move's path rounds P itself, and lies outside the loop
+constexpr bool MOVE_APART = HEAD_DIM == PANEL && CAUSAL && !PINGPONG;    // a move's path rounds P itself, and lies outside the loop
 constexpr int ONES = 8;                    // columns of ones: the fewest that an instruction's N can grow by
 constexpr int O_COLUMNS = HEAD_DIM + ONES;
 // An instruction has at most 256 columns: beyond, all panels of V but the last have one of their own.

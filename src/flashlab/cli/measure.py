@@ -18,7 +18,7 @@ from flashlab.core.errors import CheckFailedError, NoDataError, ParameterError
 from flashlab.core.inputs import ALL, NORMAL, drawn
 from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import DATA
-from flashlab.core.problem import DTYPES, FIRST_SHAPE, MASKS, SUITES, Problem, matching
+from flashlab.core.problem import DTYPES, FIRST_SHAPE, MASKS, SUITES, DType, Problem, matching
 from flashlab.core.problem import suite as suite_of
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def tune(
     ] = None,
     head_dim: opt.HeadDims = None,
     mask: opt.OneMask = None,
-    dtype: opt.TheDType = "float16",
+    dtype: Annotated[DType | None, typer.Option(help="Element type; float16 if not given.")] = None,
     param: Annotated[list[str] | None, typer.Option(help="NAME=a,b,c: values to try; all of all if not given.")] = None,
     each: Annotated[bool, typer.Option("--each", help="Vary one tunable at a time, not all combinations.")] = False,
     limit: Annotated[int, typer.Option(help="Refuse more combinations than these.", min=1)] = 256,
@@ -162,6 +162,10 @@ def tune(
         raise ParameterError("wanted a STAGE or --plan, got " + ("neither" if stage is None else "both"))
     if resume and plan is None:
         raise ParameterError("--resume: wanted --plan, whose problems stand alone, got the rounds of one STAGE")
+    here = {"--dtype": dtype, "--param": param, "--each": each, "--shape": shape, "--inputs": inputs != NORMAL}
+    if plan is not None and (given := [name for name, value in here.items() if value]):
+        raise ParameterError(f"--plan: wanted no {', '.join(given)}: an entry of the file says what it tries and where")
+    of_type = dtype or "float16"
     options = Options(data=data, device=device, note=say, resume=resume)
     tunings: list[module.Tuned] = []
     if plan is not None:
@@ -179,14 +183,14 @@ def tune(
         how: dict[str, Any] = {"grid": module.parse_grid(entry, param) if param else None, "each": each, "limit": limit}
         where: dict[str, Any] = {"shapes": shape, "inputs": drawn(inputs)}
         for dim, of in product(head_dim or entry.head_dims, (mask,) if mask else MASKS):
-            for problem in module.problems_of(head_dim=dim, mask=of, dtype=dtype, shapes=shape):
+            for problem in module.problems_of(head_dim=dim, mask=of, dtype=of_type, shapes=shape):
                 entry.require(problem)
             if dry_run:
-                say(f"{stage} D{dim} {of} {dtype}: {len(module.variants_of(entry, dim, **how))} variants")
+                say(f"{stage} D{dim} {of} {of_type}: {len(module.variants_of(entry, dim, **how))} variants")
                 continue
             with following("tuning") as follow:
                 where["options"] = replace(options, progress=follow)
-                tunings.append(module.tune(stage, head_dim=dim, mask=of, dtype=dtype, **how, **where))
+                tunings.append(module.tune(stage, head_dim=dim, mask=of, dtype=of_type, **how, **where))
     if not dry_run:
         _show_tuned(tunings, as_json)
 
