@@ -84,7 +84,9 @@ RecordedProblem = Annotated[Problem, WrapSerializer(_without_what_is_not_asked_f
 class _Model(BaseModel):
     # JSON has no NaN or infinity; pydantic would write null and the line would not read back. Models are built when
     # they are first used: a first call of `attention` imports all of them and reads one table.
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True, use_attribute_docstrings=True
+    )
 
 
 class Conditions(_Model):

@@ -6,7 +6,6 @@ of experiments come from the experiments themselves, which register what they ne
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import difflib
@@ -27,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import pairwise, product
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, get_args
@@ -938,29 +937,13 @@ def _downloads(out: Output, data: Path, gpu: str) -> None:
 
 def _dictionary(model: Any) -> str:
     """What the fields of a record mean."""
-    meanings = _docstrings(model)
     columns = (
         Column("field", "0", code),
         Column("type", lambda item: code(_type_name(item[1].annotation)), left=True),
-        Column("meaning", lambda item: " ".join(meanings.get(item[0], "").replace("`", "").split()), left=True),
+        Column("meaning", lambda item: " ".join((item[1].description or "").replace("`", "").split()), left=True),
     )
     meaning = inspect.cleandoc(model.__doc__ or "")
     return f"### {model.__name__}\n\n{meaning}\n\n{table(columns, model.model_fields.items())}"
-
-
-def _docstrings(model: type) -> dict[str, str]:
-    """The strings below a record's fields, by the field's name, those of the classes that it extends included."""
-    found: dict[str, str] = {}
-    for base in reversed(model.__mro__):
-        if not base.__module__.startswith("flashlab."):
-            continue
-        (definition,) = ast.parse(inspect.getsource(base)).body
-        assert isinstance(definition, ast.ClassDef)
-        for one, after in pairwise(definition.body):
-            match one, after:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[name] = text
-    return found
 
 
 def _type_name(annotation: object) -> str:
