@@ -808,8 +808,8 @@ def test_checks_give_a_verdict_for_every_stage_and_layout(tmp_path: Path, fake: 
     assert found.path is not None
     lines = checks.read_lines(found.path)
     assert len(lines) == len(found.rows)
-    assert {line["layout"] for line in lines} == set(cases.LAYOUTS)
-    assert {line["gpu"]["name"] for line in lines} == {"Test GPU"}
+    assert {line.layout for line in lines} == set(cases.LAYOUTS)
+    assert {line.header.gpu.name for line in lines} == {"Test GPU"}
     # What holds for all of them stands there once.
     assert found.path.read_text().count("Test GPU") == 1
     assert store.verify("test-gpu", tmp_path / "data") == ()

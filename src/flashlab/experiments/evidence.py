@@ -149,8 +149,8 @@ def shown_without(claimed: str, stage_ids: Sequence[str], gpu: str, data: Path =
         f"Without an {claimed}: `{able[-1]}` compiles for {arch} with {counts['registers']} registers, "
         f"{tables.number(counts['smem_kb'])} KB of shared memory and {spill}"
     )
-    checks = (row["emulator"] for row in select.emulated_checks(gpu, data) if row["stage"] == able[-1])
-    statuses = [one["status"] for one in checks if one["status"] != "unsupported"]
+    checks = (row.emulator for row in select.emulated_checks(gpu, data) if row.stage == able[-1])
+    statuses = [one.status for one in checks if one and one.status != "unsupported"]
     if statuses:
         sentence += f"; run on a CPU, it was right at {statuses.count('ok')} of {len(statuses)} problems"
     return f"{sentence}."

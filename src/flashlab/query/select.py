@@ -44,7 +44,7 @@ from flashlab.core.problem import FIRST_SHAPE, STANDARD_SHAPES, Cache, Problem, 
 from flashlab.kernels import peers, registry
 from flashlab.query.frame import frame, grouped
 from flashlab.record import store
-from flashlab.record.checks import read_lines
+from flashlab.record.checks import Compared, read_lines
 from flashlab.record.schema import RUN, Ceiling, Gpu, Machine, Measurement, StageProfile
 
 STATES: Mapping[tuple[Regime, Cache], str] = {
@@ -622,14 +622,13 @@ def load(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> Re
 
 
 CheckFolder = Literal["checks", "random", "flash-attention"]
-Comparisons = tuple[dict[str, Any], ...]
-"""Lines as `record.checks.read_lines` gives them."""
+Comparisons = tuple[Compared, ...]
 
 
 def _check_files(gpu: str, data: Path, folder: CheckFolder, inputs: Collection[str]) -> dict[Path, Comparisons]:
     """The comparisons on these kinds of inputs, by file, the oldest first."""
     paths = store.files(data / gpu / folder)
-    return {path: tuple(line for line in read_lines(path) if line["problem"]["inputs"] in inputs) for path in paths}
+    return {path: tuple(line for line in read_lines(path) if line.problem.inputs in inputs) for path in paths}
 
 
 def checks(
@@ -641,7 +640,7 @@ def checks(
     """
     files = {path: lines for path, lines in _check_files(gpu, data, folder, inputs).items() if lines}
     stages = {
-        path: len({line["stage"].partition("[")[0] for line in lines} - registry.OFF_LADDER.keys())
+        path: len({line.stage.partition("[")[0] for line in lines} - registry.OFF_LADDER.keys())
         for path, lines in files.items()
     }
     most = max(stages.values(), default=0)
@@ -658,7 +657,7 @@ def newest_checks(
     """
     runs: dict[str, list[Comparisons]] = {}
     for lines in _check_files(gpu, data, folder, inputs).values():
-        for stage, of_stage in grouped(lines, lambda line: str(line["stage"])).items():
+        for stage, of_stage in grouped(lines, lambda line: line.stage).items():
             runs.setdefault(stage, []).append(tuple(of_stage))
     most = {stage: max(map(len, several)) for stage, several in runs.items()}
     return {
@@ -673,7 +672,7 @@ def emulated_checks(gpu: str, data: Path = DATA) -> Comparisons:
     On normal inputs; empty where there is none.
     """
     for lines in reversed(_check_files(gpu, data, "checks", (NORMAL,)).values()):
-        if emulated := tuple(line for line in lines if line.get("emulator")):
+        if emulated := tuple(line for line in lines if line.emulator):
             return emulated
     return ()
 
