@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -27,12 +27,10 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import MASKS, Problem
 from flashlab.experiments import chip
 from flashlab.kernels import registry
-from flashlab.measure.options import Options
 from flashlab.query import select
 from flashlab.record import schema, store
 from flashlab.record.schema import ChipReading, Samples
 from flashlab.run import choice
-from flashlab.run import gpu as gpus
 
 Order = Literal["free-running", "ping-pong"]
 """Whether barriers order the GEMMs of the groups of warps, or nothing does."""
@@ -583,19 +581,6 @@ def predict_loop(reading: ChipReading, rates: Rates) -> float | None:
         waits=False,
     )
     return loop_of(kernel, rates)
-
-
-def measure(source: str, options: Options) -> Path | None:
-    """Read the units of this machine's GPU where `source` is `measure` and it is a Hopper; the file of readings.
-
-    None too where all of them are on record with the same machine code.
-
-    Raises:
-        As `chip.measure`.
-    """
-    if source != "measure" or gpus.info(options.device).arch != chip.ARCH:
-        return None
-    return chip.measure(options=replace(options, resume=True))
 
 
 def compare(gpu: str | None, data: Path = DATA) -> list[Prediction]:
