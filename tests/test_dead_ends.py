@@ -352,7 +352,6 @@ def test_split_k_splits_the_second_product_alone() -> None:
     qk, pv = cublaslt.gemms(FIRST, arrays, cublaslt.groups(FIRST, arrays, 1)[0], scale_log2=1.0, parameters=parameters)
     assert (qk.split_k, pv.split_k) == (1, parameters["SPLIT_K"])
     assert parameters["SPLIT_K"] > 1
-    assert cublaslt.scratch_bytes(FIRST, 1, parameters) == 6 * 2048 * 2048
 
 
 # --- records and pages ------------------------------------------------------------------------------------------------

@@ -367,12 +367,6 @@ def _set_up(gemm: Gemm) -> Iterator[tuple[Matmul, int]]:
 # --- the three passes, on a GPU ---------------------------------------------------------------------------------------
 
 
-def scratch_bytes(problem: Problem, heads: int, parameters: Mapping[str, int]) -> int:
-    """Device memory for scores and probabilities of `heads` heads."""
-    elements = heads * problem.q_len * pitch_of(problem)
-    return elements * (BYTES_PER_ELEMENT + (4 if parameters["SCORES_FP32"] else 0))
-
-
 class _Passes:
     """All three passes over all heads, ready: calling it enqueues them."""
 
@@ -388,16 +382,17 @@ class _Passes:
         parameters = recipe.code.cubin.parameters
         found = groups(problem, arrays, parameters["HEADS_A_CALL"])
         most = max(heads.count for heads in found)
-        wanted = scratch_bytes(problem, most, parameters)
+        rows = most * problem.q_len * pitch_of(problem)
+        probs_bytes, wide_bytes = rows * BYTES_PER_ELEMENT, rows * 4 if parameters["SCORES_FP32"] else 0
+        wanted = probs_bytes + wide_bytes
         free = gpu.memory_free_bytes(device)
         if wanted + WORKSPACE_BYTES > free:
             raise UnsupportedError(
                 f"wanted {wanted / 1e9:.1f} GB for the scores of {most} heads of {problem.label}, got a GPU with "
                 f"{free / 1e9:.1f} GB free. Fewer HEADS_A_CALL need less."
             )
-        rows = most * problem.q_len * pitch_of(problem)
-        self._probs = gpu.Zeroed(device, rows * BYTES_PER_ELEMENT, stream)
-        self._wide = gpu.Zeroed(device, rows * 4, stream) if parameters["SCORES_FP32"] else None
+        self._probs = gpu.Zeroed(device, probs_bytes, stream)
+        self._wide = gpu.Zeroed(device, wide_bytes, stream) if wide_bytes else None
         self._scores = (self._wide or self._probs).pointer
         self._stream = stream
         self._steps: list[tuple[Heads, Gemm, gpu.Launch, Gemm]] = []
