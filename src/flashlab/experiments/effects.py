@@ -176,11 +176,10 @@ def shares(records: Iterable[Part]) -> list[Effect]:
     return _beside_first(every, groups, lambda one: (one.stage, one.problem), lambda one: one.left_out)
 
 
-def lever_effects(records: Iterable[Ablation], name: str | None = None) -> list[Effect]:
-    """Every lever that there is, or the one of that name, beside its stage as it is with the same tunables."""
+def lever_effects(records: Iterable[Ablation]) -> list[Effect]:
+    """Every lever that there is beside its stage as it is with the same tunables."""
     every = [one for one in records if one.axis == levers.AXIS]
-    names = [levers.AS_IT_IS, *(levers.names() if name is None else (name,))]
-    groups = dict.fromkeys((one.stage for one in every), names)
+    groups = dict.fromkeys((one.stage for one in every), (levers.AS_IT_IS, *levers.names()))
 
     def place(one: Ablation) -> Place:
         return one.stage, one.problem, tuple(sorted(one.parameters.items()))
@@ -396,9 +395,9 @@ def levels_table(shown: Sequence[Effect]) -> str:
     return "\n".join(text)
 
 
-def lever_table(shown: Sequence[Effect]) -> str:
+def lever_table(shown: Sequence[Effect], name: str) -> str:
     """What one lever did on each problem, as a Markdown table with where it comes from."""
-    measured = [one for one in shown if not one.is_first]
+    measured = [one for one in shown if one.name == name]
     if not measured:
         return LEVER_NOT_MEASURED
     plain = {id(one.record): one for one in shown if one.is_first}
@@ -483,11 +482,10 @@ def levers_page(out: Output, shown: select.Results | None, data: Path) -> None:
     for lever in levers.choose():
         tables = []
         for effects in of_gpus:
-            mine = [one for one in effects if one.is_first or one.name == lever.name]
-            files = [f"{one.record.gpu.slug}/ablations/{one.record.run}.jsonl" for one in mine if not one.is_first]
-            if files:
-                links = ", ".join(data_links(dict.fromkeys(files), page))
-                tables.append(f"{lever_table(mine)} <small>· {links}</small>")
+            mine = [one.record for one in effects if one.name == lever.name]
+            if files := dict.fromkeys(f"{record.gpu.slug}/ablations/{record.run}.jsonl" for record in mine):
+                links = ", ".join(data_links(files, page))
+                tables.append(f"{lever_table(effects, lever.name)} <small>· {links}</small>")
         added, removed = lever.changed_lines()
         heading = f"{lever.stage}, changed: {added} lines added, {removed} removed"
         try:
