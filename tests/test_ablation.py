@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -420,54 +421,16 @@ def test_without_records_pages_say_so() -> None:
 
 # --- measuring, with a worker that makes its numbers up ---------------------------------------------------------------
 
-FAKE = """
-import json, socket, sys
-connection = socket.socket(socket.AF_UNIX)
-connection.connect(sys.argv[sys.argv.index("--connect") + 1])
-pipe = connection.makefile("rw")
-job = json.loads(pipe.readline())
-def send(**message):
-    pipe.write(json.dumps(message) + "\\n"); pipe.flush()
-open(sys.argv[1], "a").write(json.dumps(job) + "\\n")
-rows = json.loads(sys.argv[2])
-send(type="hello", gpu=rows["gpu"], software={})
-times = rows["samples"]["time_us"]
-for cell in job["cells"]:
-    for name in cell["pending"]:
-        which = job["implementations"][name]
-        send(type="step", cell=cell["index"], name=name, what="time")
-        if name in rows["refused"]:
-            row = {"status": "error", "reason": "made up", "samples": []}
-        else:
-            verdict = rows["verdict"] if which["judged"] else None
-            cubin = {**rows["cubin"], "parameters": which["params"]}
-            times = [1.001 * one for one in times]  # no two rows have the same
-            samples = {**rows["samples"], "time_us": times}
-            row = {"status": "ok", "reason": "", "verdict": verdict, "samples": [samples], "cubin": cubin}
-        send(type="row", cell=cell["index"], name=name, row=row)
-send(type="done")
-"""
-
 
 def fake_worker(tmp_path: Path, refused: Sequence[str] = ()) -> list[str]:
-    import json
-    import sys
-
-    row = synthetic.measurement("07_mma_registers", PROBLEM).model_dump(mode="json")
-    script = tmp_path / "worker.py"
-    script.write_text(FAKE, encoding="utf-8")
-    given = {name: row[name] for name in ("gpu", "verdict", "cubin")}
-    given["gpu"]["fingerprint"] = sha256(str(tmp_path).encode()).hexdigest()[:12]  # locked while it is measured
-    samples = {**row["samples"][0], "cycles_per_score": None}
-    return [
-        *(sys.executable, str(script), str(tmp_path / "jobs")),
-        json.dumps({**given, "samples": samples, "refused": list(refused)}),
-    ]
+    cubin = synthetic.measurement("07_mma_registers", PROBLEM).model_dump(mode="json")["cubin"]
+    plan = {"log": str(tmp_path / "jobs"), "cubin": cubin, "time_us": [1000.0, 1001.0]}
+    plan |= {"refused": dict.fromkeys(refused, ("error", "made up"))}
+    script = Path(__file__).with_name("fake_worker.py")
+    return [sys.executable, str(script), json.dumps(synthetic.own_gpu(tmp_path)), json.dumps(plan)]
 
 
 def jobs_of(tmp_path: Path) -> list[dict[str, Any]]:
-    import json
-
     return [json.loads(line) for line in (tmp_path / "jobs").read_text(encoding="utf-8").splitlines()]
 
 
