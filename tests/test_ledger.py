@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from markdown import markdown
 from pydantic import ValidationError
+from shared import cubin
 from synthetic import COMMIT, RUN, measurement, write_synthetic
 
-from flashlab.build import compiler, sass
+from flashlab.build import sass
 from flashlab.core.arithmetic import calculated
 from flashlab.core.errors import DamagedRecordError, FlashlabError, NoDataError, NoGpuError, ParameterError
 from flashlab.core.paths import DATA
@@ -470,10 +471,8 @@ def test_the_machine_code_is_compiled_on_the_spot(data: Path) -> None:
 
 @pytest.mark.parametrize(("claim", "stage_id"), [("C01", "00_naive"), ("C02", "branch_free"), ("C03", "wmma_no_smem")])
 def test_branches_are_those_of_the_kernels_own_code(claim: str, stage_id: str, data: Path) -> None:
-    cubin = compiler.compile_stage(
-        compiler.Job(stage=get(stage_id), head_dim=64, dtype="float16", causal=False, arch="sm_90a")
-    )
-    every = sass.mix(cubin.code, cubin.entry)["branch_predicated"]
+    built = cubin(get(stage_id), 64)
+    every = sass.mix(built.code, built.entry)["branch_predicated"]
     one = _one(data, claim)
     assert one.numbers[0].value < every, "exits and slow paths are not counted"
     assert f"it has {every}" in one.reason, "and are told"

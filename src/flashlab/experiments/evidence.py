@@ -40,10 +40,6 @@ FIRST = Problem.parse(FIRST_SHAPE)
 FASTEST = "fastest"
 """In place of a name: the fastest stage of the ladder, of those that the condition after a colon holds for."""
 
-About = Literal["time", "ratio", "code", "arithmetic", "numbers", "none"]
-"""What a claim is about. time: a time, or a rate. ratio: of two times, or of two limits. code: the machine code, or
-what it takes of an SM. arithmetic: what follows from the document's own numbers. numbers: what a kernel computes.
-none: nothing that is measured here."""
 Count = Literal["registers", "smem_kb", "smem_limit_kb", "spilled_bytes", "smem_instructions", "branches"]
 
 
@@ -227,7 +223,7 @@ class Records:
     def parts(self, problem: Problem, name: str) -> Starts:
         """A stage without each part of its work, the whole stage first, each start's of one run."""
         rows = [row for row in self.rows("parts") if (row.name, row.problem) == (name, problem)]
-        return by_start(rows, lambda row: row.record.left_out, ("nothing", *PARTS), f"flashlab split {name}")
+        return by_start(rows, lambda row: row.record.left_out, tuple(ablation.PARTS), f"flashlab split {name}")
 
     def fastest(self, problem: Problem, condition: str = "") -> Row:
         """The fastest stage of the ladder that a condition holds for."""
@@ -318,15 +314,16 @@ class Finding:
 
 
 Evaluator = Callable[[Records, Entry], Finding]
-QUANTITIES: dict[str, tuple[About, str, Evaluator]] = {}
-"""By name: what it is about, what it is called where an entry has no text, and its function."""
+QUANTITIES: dict[str, tuple[bool, str, Evaluator]] = {}
+"""By name: whether it is a time, a rate or a ratio, which says something of its own GPU alone; what it is called where
+an entry has no text; and its function."""
 
 
-def _quantity(about: About, text: str = "") -> Callable[[Evaluator], Evaluator]:
+def _quantity(text: str = "", *, of_its_gpu: bool = True) -> Callable[[Evaluator], Evaluator]:
     """Registers a function as a quantity of its name."""
 
     def register(evaluate: Evaluator) -> Evaluator:
-        QUANTITIES[evaluate.__name__] = (about, text, evaluate)
+        QUANTITIES[evaluate.__name__] = (of_its_gpu, text, evaluate)
         return evaluate
 
     return register
@@ -397,13 +394,13 @@ def _rows(groups: Iterable[Starts]) -> list[Row]:
 # --- Quantities -------------------------------------------------------------------------------------------------------
 
 
-@_quantity("none")
+@_quantity(of_its_gpu=False)
 def nothing(_: Records, __: Entry) -> Finding:
     """No number of ours: what is claimed is of no quantity that is measured here."""
     return Finding(())
 
 
-@_quantity("arithmetic")
+@_quantity(of_its_gpu=False)
 def arithmetic(_: Records, entry: Entry) -> Finding:
     """What `formulas` make of `given`, numbers of the document and constants; later ones may use `f0` and so on."""
     values = dict(entry.given)
@@ -412,14 +409,14 @@ def arithmetic(_: Records, entry: Entry) -> Finding:
     return Finding(_exact(*(values[f"f{index}"] for index in range(len(entry.formulas)))), (), values)
 
 
-@_quantity("time", "{0} at {problem}")
+@_quantity("{0} at {problem}")
 def rate(records: Records, entry: Entry) -> Finding:
     """TFLOP/s of each name."""
     finding, work = time(records, entry), entry.problem.flops / 1e6
     return replace(finding, numbers=tuple(number.inverse_of(work) for number in finding.numbers))
 
 
-@_quantity("time", "{0} at {problem}")
+@_quantity("{0} at {problem}")
 def time(records: Records, entry: Entry) -> Finding:
     """Microseconds of a call of each name, over `per`."""
     groups = [records.named(entry, group) for group in entry.of]
@@ -427,18 +424,18 @@ def time(records: Records, entry: Entry) -> Finding:
     return Finding(tuple(_over(median, starts).scaled(1 / entry.per) for starts in each), _rows(groups))
 
 
-QUANTITIES["call_time"] = ("time", "", time)
+QUANTITIES["call_time"] = (True, "", time)
 """Microseconds of a single call by the host's clock, launch and wait included: `Records.named` takes other records."""
 
 
-@_quantity("ratio", "{1} over {slower} at {problem}")
+@_quantity("{1} over {slower} at {problem}")
 def speedup(records: Records, entry: Entry) -> Finding:
     """Of each pair, how many times faster the second is."""
     pairs = [records.named(entry, group) for group in entry.of]
     return Finding(tuple(_over(ratio_of_medians, starts) for starts in pairs), _rows(pairs))
 
 
-@_quantity("ratio", "{1} over {0}, of separate runs on the same start, at {problem}")
+@_quantity("{1} over {0}, of separate runs on the same start, at {problem}")
 def speedup_across(records: Records, entry: Entry) -> Finding:
     """How many times faster the second name is than the first, where no run interleaved them but starts timed both."""
     stage, other = entry.operands
@@ -454,7 +451,7 @@ def speedup_across(records: Records, entry: Entry) -> Finding:
     return Finding((_over(ratio_of_medians, pairs),), _rows([pairs]))
 
 
-@_quantity("ratio")
+@_quantity()
 def causal_speedup(records: Records, entry: Entry) -> Finding:
     """A stage without a mask over the same under a causal one."""
     problems = [Problem.parse(entry.shape, mask=mask) for mask in MASKS]
@@ -463,10 +460,7 @@ def causal_speedup(records: Records, entry: Entry) -> Finding:
     return Finding((_over(ratio_of_medians, starts),), _rows([starts]))
 
 
-PARTS = tuple(part for part in ablation.PARTS if part != "nothing")
-
-
-@_quantity("ratio")
+@_quantity()
 def time_shares(records: Records, entry: Entry) -> Finding:
     """Percent of a stage's time that goes when a part of its work is left out, for each part."""
     starts = records.parts(entry.problem, entry.operands[0])
@@ -474,13 +468,12 @@ def time_shares(records: Records, entry: Entry) -> Finding:
     def share(whole_us: Any, without_us: Any, axis: int) -> Any:
         return 1 - median(without_us, axis) / median(whole_us, axis)
 
-    shares = [
-        _over(share, [(rows[0], rows[index]) for rows in starts]).scaled(100) for index in range(1, 1 + len(PARTS))
-    ]
-    return Finding(tuple(shares), _rows([starts]), {"parts": ", ".join(PARTS)})
+    whole, *parts = zip(*starts, strict=True)
+    shares = [_over(share, list(zip(whole, part, strict=True))).scaled(100) for part in parts]
+    return Finding(tuple(shares), _rows([starts]), {"parts": ", ".join([*ablation.PARTS][1:])})
 
 
-@_quantity("ratio")
+@_quantity()
 def spread(records: Records, entry: Entry) -> Finding:
     """The largest standard deviation of a row of the ladder over its mean, percent; the named stages must be in it."""
     rows = [row for row in records.measurements if row.name in registry.RUNGS and len(times_us(row)) > 1]
@@ -492,7 +485,7 @@ def spread(records: Records, entry: Entry) -> Finding:
     return Finding(_exact(worst.cv_percent), (worst,), values)
 
 
-@_quantity("time")
+@_quantity()
 def percent_of_peak(records: Records, entry: Entry) -> Finding:
     """A ceiling's rate, percent of the data sheet's; and what its products are made of on sm_89."""
     row = records.named(entry, entry.operands)[-1][0]
@@ -516,14 +509,14 @@ def _profiles(records: Records, problem: Problem, names: Sequence[str], *fields:
     return newest(rows, names, f"flashlab profile {names[0]}")
 
 
-@_quantity("ratio")
+@_quantity()
 def sectors_per_request(records: Records, entry: Entry) -> Finding:
     """Sectors that a request to load from global memory takes, of each stage."""
     rows = _profiles(records, entry.problem, entry.operands, "load_sectors")
     return Finding(_exact(*(row.record.load_sectors for row in rows)), rows)
 
 
-@_quantity("ratio")
+@_quantity()
 def utilization(records: Records, entry: Entry) -> Finding:
     """Percent of the tensor cores' and of device memory's peak, as Nsight Compute saw the fastest stage."""
     name = records.fastest(entry.problem).name
@@ -533,7 +526,7 @@ def utilization(records: Records, entry: Entry) -> Finding:
     return Finding(shares, (row,), {"tb_s": tb_s})
 
 
-@_quantity("numbers")
+@_quantity(of_its_gpu=False)
 def absolute_error(records: Records, entry: Entry) -> Finding:
     """The largest error of the newest result that was compared, right or wrong."""
     rows = _judged(records, entry.problem)
@@ -547,7 +540,7 @@ def _judged(records: Records, problem: Problem) -> list[Row]:
     return [row for row in compared if row.record.verdict.max_abs_error is not None]
 
 
-@_quantity("numbers")
+@_quantity(of_its_gpu=False)
 def largest_error(records: Records, entry: Entry) -> Finding:
     """The largest error of any stage of the ladder at the problem, and the largest of the library in `of` added to it.
 
@@ -595,7 +588,7 @@ def _counts(cubin: compiler.Cubin) -> dict[str, float]:
     }
 
 
-@_quantity("code")
+@_quantity(of_its_gpu=False)
 def machine_code(_: Records, entry: Entry) -> Finding:
     """Some counts of a stage."""
     (operand,) = entry.operands

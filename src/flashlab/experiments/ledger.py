@@ -394,7 +394,7 @@ def evaluate(claim: Claim, records: Records) -> Verdict:
     """
     entry = entries()[claim.id]
     home = records.of_gpu(MODELS[claim.gpu].folder) if claim.gpu in MODELS else records
-    anywhere = QUANTITIES[entry.quantity][0] not in ("time", "ratio")
+    of_its_gpu, *_ = QUANTITIES[entry.quantity]
     finding, used, command = None, home, ""
     try:
         finding = find(home, entry)
@@ -408,7 +408,7 @@ def evaluate(claim: Claim, records: Records) -> Verdict:
     conclusion = ""
     if claim.not_comparable:
         kind, reason, command = "not_comparable", f"{claim.not_comparable} {reason}".strip(), ""
-    elif anywhere and finding:
+    elif finding and not of_its_gpu:
         command = ""
     elif command:
         would, kind = kind, "pending" if home.gpu == records.gpu else "needs_hardware"
