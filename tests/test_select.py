@@ -14,7 +14,7 @@ from flashlab.core.inputs import KINDS
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import registry
 from flashlab.query import contests, select
-from flashlab.query.frame import frame
+from flashlab.query.frame import sessions
 from flashlab.record import schema, store
 from flashlab.record.checks import CheckRow
 from flashlab.show import tables
@@ -174,8 +174,7 @@ def _timed(name: str, problem: Problem, run: str, time_us: float, **states: floa
 def _runs(tmp_path: Path, *ids: str) -> dict[str, str]:
     for run in ids:
         _write(tmp_path, run, measurement("00_naive", FIRST, run=run))
-    rows = frame(GPU, tmp_path)
-    return dict(zip(rows["run"], rows["session"], strict=True))
+    return sessions(GPU, tmp_path)
 
 
 def test_a_session_is_the_runs_of_one_commit_close_together(tmp_path: Path) -> None:

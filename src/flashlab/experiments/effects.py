@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from flashlab.core.errors import ParameterError
@@ -210,9 +209,8 @@ def _beside_first(
             starts: list[Any] = []
             if first is not None and record is not first:
                 alike = [one for one in every if place(one) == at and _samples(one)]
-                rows = [SimpleNamespace(run=one.run, record=one, fingerprint=one.gpu.fingerprint) for one in alike]
-                starts = select.by_start(rows, lambda row: name(row.record), (wanted, groups[group][0]))
-            pairs = tuple((ours.record, theirs.record) for ours, theirs in starts)
+                starts = select.by_start(alike, name, (wanted, groups[group][0]))
+            pairs = tuple((ours, theirs) for ours, theirs in starts)
             family.append(Effect(group=group, name=wanted, record=record, first=first, starts=pairs, family=family))
     return family
 

@@ -30,10 +30,10 @@ from flashlab.experiments import ablation
 from flashlab.kernels import peers, registry
 from flashlab.measure import ceilings
 from flashlab.query import roofline, select
-from flashlab.query.frame import frame, of_problem
 from flashlab.query.kinship import MODELS
 from flashlab.query.statistics import Estimate, Statistic, median, over_starts, ratio_of_medians
-from flashlab.record.schema import Call, Measurement
+from flashlab.record import store
+from flashlab.record.schema import Call, Ceiling, Measurement, Timed
 from flashlab.show import tables
 
 FIRST = Problem.parse(FIRST_SHAPE)
@@ -156,8 +156,7 @@ def shown_without(claimed: str, stage_ids: Sequence[str], gpu: str, data: Path =
 
 
 Row = Any
-"""A record as `DataFrame.itertuples` gives it: the columns that `query.frame.frame` names."""
-
+"""A record."""
 
 Starts = Sequence[Sequence[Row]]
 """Of each start of a machine, that of the newest run last, the rows in the order in which they were asked for."""
@@ -165,10 +164,20 @@ Starts = Sequence[Sequence[Row]]
 
 def times_us(row: Row) -> Sequence[float]:
     """A row's samples, microseconds a call; hot bursts where there are several kinds. Empty where there are none."""
-    if isinstance(row.record, Call):
-        return row.record.time_us
-    samples = row.record.samples_of() if hasattr(row.record, "samples_of") else row.record.samples
+    if isinstance(row, Call):
+        return row.time_us
+    samples = row.samples_of() if isinstance(row, Timed) else row.samples
     return samples.time_us if samples else ()
+
+
+def name_of(row: Row) -> str:
+    """The stage or library that a record is of, or the ceiling."""
+    return str(row.stage if hasattr(row, "stage") else row.name)
+
+
+def median_us(row: Row) -> float:
+    """Median burst of what was checked and timed, microseconds; NaN of any other record."""
+    return (select.median_us(row) if isinstance(row, Timed) else None) or math.nan
 
 
 class Records:
@@ -185,20 +194,25 @@ class Records:
 
     def rows(self, folder: str) -> list[Row]:
         """A folder's records, oldest first; a damaged line is left out, and `flashlab results --verify` names it."""
-        table = frame(self.gpu, self.data, folder)
-        if "inputs" in table:
-            table = table[table["inputs"].isna() | (table["inputs"] == NORMAL) & (table["features"] == "")]
-        return list(table.itertuples(index=False))
+        records = (line.record for line in store.lines(self.gpu, folder, self.data))
+        of = ((record, getattr(record, "problem", FIRST)) for record in records)  # a ceiling is of no problem
+        return [record for record, problem in of if problem.inputs == NORMAL and not problem.features]
+
+    def place(self, record: Row) -> str:
+        """Where a record lies: `nvidia-h200/runs/….jsonl:12`."""
+        lines = store.lines(self.gpu, store.FOLDERS[type(record)], self.data)
+        line = next(line for line in lines if line.path.stem == record.run and line.record == record)
+        return f"{line.path.relative_to(self.data).as_posix()}:{line.number}"
 
     @cached_property
     def ceilings(self) -> list[Row]:
         """Readings of the GPU's limits, oldest first."""
-        return [row for row in self.rows("runs") if row.kind == "ceiling"]
+        return [row for row in self.rows("runs") if isinstance(row, Ceiling)]
 
     @cached_property
     def measurements(self) -> list[Row]:
         """Stages, dead ends and libraries, oldest first; not a stage's second row, with the log-sum-exp on."""
-        return [row for row in self.rows("runs") if row.kind != "ceiling" and row.second is not True]
+        return [row for row in self.rows("runs") if isinstance(row, Measurement) and not row.with_lse]
 
     @cached_property
     def timed(self) -> list[Row]:
@@ -216,25 +230,23 @@ class Records:
             _level(name, {**registry.get(name).parameters(FIRST.head_dim), **values})
             for name, values in map(split, operands)
         ]
-        on_axis = (row for row in self.rows("ablations") if row.record.axis == axis and row.status == "ok")
+        on_axis = (row for row in self.rows("ablations") if row.axis == axis and row.status == "ok")
         rows = [row for row in on_axis if row.problem == FIRST]
-        return by_start(rows, lambda row: _level(row.name, row.record.parameters), wanted, f"flashlab ablate {axis}")
+        return by_start(rows, lambda row: _level(row.stage, row.parameters), wanted, f"flashlab ablate {axis}")
 
     def parts(self, problem: Problem, name: str) -> Starts:
         """A stage without each part of its work, the whole stage first, each start's of one run."""
-        rows = [row for row in self.rows("parts") if (row.name, row.problem) == (name, problem)]
-        return by_start(rows, lambda row: row.record.left_out, tuple(ablation.PARTS), f"flashlab split {name}")
+        rows = [row for row in self.rows("parts") if (row.stage, row.problem) == (name, problem)]
+        return by_start(rows, lambda row: row.left_out, tuple(ablation.PARTS), f"flashlab split {name}")
 
     def fastest(self, problem: Problem, condition: str = "") -> Row:
         """The fastest stage of the ladder that a condition holds for."""
-        table = of_problem(frame(self.gpu, self.data), problem)
-        chosen = {id(record) for record in select.select(table, select.LADDER)}  # of one run, so that none is filled in
-        rows: Iterable[Row] = (row for row in table.itertuples(index=False) if id(row.record) in chosen)
+        rows = select.select([row for row in self.measurements if row.problem == problem], {}, select.LADDER)
         timed = (row for row in rows if row.status == "ok" and times_us(row))
-        able = [row for row in timed if row.name in registry.RUNGS and CONDITIONS[condition](row.record)]
+        able = [row for row in timed if row.name in registry.RUNGS and CONDITIONS[condition](row)]
         if not able:
             raise PendingError(f"flashlab bench --shape {problem.shape}")
-        return min(able, key=lambda row: row.median_us)
+        return min(able, key=median_us)
 
     def named(self, entry: Entry, group: Sequence[str]) -> Starts:
         """What a group of an entry's names stands for."""
@@ -276,7 +288,7 @@ def by_start(rows: Iterable[Row], key: Callable[[Row], Any], wanted: Sequence[An
 
 def newest(rows: Iterable[Row], names: Sequence[str], command: str) -> Sequence[Row]:
     """The last row of each name, of whatever run."""
-    by_name = {row.name: row for row in rows}
+    by_name = {name_of(row): row for row in rows}
     if not by_name.keys() >= set(names):
         raise PendingError(command)
     return [by_name[name] for name in names]
@@ -342,7 +354,7 @@ def find(records: Records, entry: Entry) -> Finding:
     _, text, evaluate = QUANTITIES[entry.quantity]
     finding = evaluate(records, entry)
     stages = [
-        finding.rows[index].name if operand.startswith(FASTEST) else split(operand)[0]
+        name_of(finding.rows[index]) if operand.startswith(FASTEST) else split(operand)[0]
         for index, operand in enumerate(entry.operands)
     ]
     choices = [_choice(operand) if any("[" in one for one in group) else "" for group in entry.of for operand in group]
@@ -353,7 +365,7 @@ def find(records: Records, entry: Entry) -> Finding:
         "slower": next(filter(None, (*choices, *names)), ""),
         "value": finding.numbers[0].value if finding.numbers else math.nan,
         "values": [number.value for number in finding.numbers],
-        "times": [(getattr(row, "median_us", None) or math.nan) / entry.per for row in finding.rows],
+        "times": [median_us(row) / entry.per for row in finding.rows],
         **entry.given,
         **finding.values,
     }
@@ -361,9 +373,9 @@ def find(records: Records, entry: Entry) -> Finding:
     for other in entry.beside:
         with suppress(PendingError):
             beside.append((other, find(records, other)))
-    cited = {row.place: row for other, found in beside if other.cited for row in found.rows}
+    cited = {id(row): row for other, found in beside if other.cited for row in found.rows}
     theirs = [*(name for _, found in beside for name in found.stages), *(n for one in entry.beside for n in one.names)]
-    own = {row.place for row in finding.rows}
+    own = set(map(id, finding.rows))
     sentences = (_Text().format(entry.note, *names, **values), ", ".join(found.text for _, found in beside))
     return replace(
         finding,
@@ -445,7 +457,7 @@ def speedup_across(records: Records, entry: Entry) -> Finding:
     except PendingError as error:
         raise PendingError(command) from error
     slow = [[row] for row in records.timed if (row.name, row.problem) == (stage, entry.problem)]
-    pairs = list({rows[1].place: rows for rows in select.same_starts(slow, fast)}.values())
+    pairs = list({id(rows[1]): rows for rows in select.same_starts(slow, fast)}.values())
     if not pairs:
         raise PendingError(command)
     return Finding((_over(ratio_of_medians, pairs),), _rows([pairs]))
@@ -479,10 +491,10 @@ def spread(records: Records, entry: Entry) -> Finding:
     rows = [row for row in records.measurements if row.name in registry.RUNGS and len(times_us(row)) > 1]
     if not {row.name for row in rows} >= set(entry.names):
         raise PendingError("flashlab bench --suite standard")
-    worst = max(rows, key=lambda row: float(row.cv_percent))
+    percent, worst = max(((row.samples_of().cv_percent, row) for row in rows), key=lambda one: float(one[0]))
     values = {"rows": len(rows), "at": f"`{worst.name}` at {worst.problem.label}"}
-    values |= {"middle": float(np.median([row.cv_percent for row in rows]))}
-    return Finding(_exact(worst.cv_percent), (worst,), values)
+    values |= {"middle": float(np.median([row.samples_of().cv_percent for row in rows]))}
+    return Finding(_exact(percent), (worst,), values)
 
 
 @_quantity()
@@ -505,7 +517,7 @@ def _sheet(gpu: str) -> roofline.Datasheet:
 def _profiles(records: Records, problem: Problem, names: Sequence[str], *fields: str) -> Sequence[Row]:
     """The newest profile of each stage that has those fields."""
     at_problem = (row for row in records.rows("profiles") if row.problem == problem)
-    rows = [row for row in at_problem if all(getattr(row.record, field) for field in fields)]
+    rows = [row for row in at_problem if all(getattr(row, field) for field in fields)]
     return newest(rows, names, f"flashlab profile {names[0]}")
 
 
@@ -513,7 +525,7 @@ def _profiles(records: Records, problem: Problem, names: Sequence[str], *fields:
 def sectors_per_request(records: Records, entry: Entry) -> Finding:
     """Sectors that a request to load from global memory takes, of each stage."""
     rows = _profiles(records, entry.problem, entry.operands, "load_sectors")
-    return Finding(_exact(*(row.record.load_sectors for row in rows)), rows)
+    return Finding(_exact(*(row.load_sectors for row in rows)), rows)
 
 
 @_quantity()
@@ -521,8 +533,8 @@ def utilization(records: Records, entry: Entry) -> Finding:
     """Percent of the tensor cores' and of device memory's peak, as Nsight Compute saw the fastest stage."""
     name = records.fastest(entry.problem).name
     (row,) = _profiles(records, entry.problem, (name,), "tensor_percent", "dram_bytes", "time_us")
-    tb_s = row.record.dram_bytes / row.record.metrics["gpu__time_duration.sum"] / 1e3
-    shares = _exact(row.record.tensor_percent, 100 * tb_s / _sheet(records.gpu).memory_tb_s)
+    tb_s = row.dram_bytes / row.metrics["gpu__time_duration.sum"] / 1e3
+    shares = _exact(row.tensor_percent, 100 * tb_s / _sheet(records.gpu).memory_tb_s)
     return Finding(shares, (row,), {"tb_s": tb_s})
 
 
@@ -531,13 +543,13 @@ def absolute_error(records: Records, entry: Entry) -> Finding:
     """The largest error of the newest result that was compared, right or wrong."""
     rows = _judged(records, entry.problem)
     (row,) = newest(rows, entry.operands, _bench(entry.problem, entry.operands))
-    return Finding(_exact(row.record.verdict.max_abs_error), (row,))
+    return Finding(_exact(row.verdict.max_abs_error), (row,))
 
 
 def _judged(records: Records, problem: Problem) -> list[Row]:
     """What was compared with the oracle at a problem, right or wrong."""
-    compared = (row for row in records.measurements if row.problem == problem and row.record.verdict)
-    return [row for row in compared if row.record.verdict.max_abs_error is not None]
+    compared = (row for row in records.measurements if row.problem == problem and row.verdict)
+    return [row for row in compared if row.verdict.max_abs_error is not None]
 
 
 @_quantity(of_its_gpu=False)
@@ -546,7 +558,7 @@ def largest_error(records: Records, entry: Entry) -> Finding:
 
     Each is an error against float64, so that their sum bounds the difference between the two.
     """
-    errors = [(row.record.verdict.max_abs_error, row) for row in _judged(records, entry.problem) if row.status == "ok"]
+    errors = [(row.verdict.max_abs_error, row) for row in _judged(records, entry.problem) if row.status == "ok"]
     ours = [one for one in errors if one[1].name in registry.RUNGS]
     theirs = [one for one in errors if one[1].name in entry.names]
     if not ours or not theirs:

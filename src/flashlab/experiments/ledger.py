@@ -420,7 +420,7 @@ def evaluate(claim: Claim, records: Records) -> Verdict:
         verdict=kind,
         numbers=numbers,
         measured_on=used.gpu if finding and finding.rows else "",
-        records=tuple(row.place for row in finding.rows) if finding else (),
+        records=tuple(map(used.place, finding.rows)) if finding else (),
         stages=finding.stages if finding else (),
         reason=reason or "What would tell is not on record.",
         conclusion=conclusion,

@@ -21,7 +21,7 @@ from flashlab.core.problem import FIRST_SHAPE, Mask, Problem
 from flashlab.experiments.timers import INSTALLS, TIMERS
 from flashlab.kernels import peers, registry
 from flashlab.query import select
-from flashlab.query.frame import frame, grouped
+from flashlab.query.frame import grouped
 from flashlab.query.statistics import Estimate, interval, ratio_of_medians
 from flashlab.record import schema, store
 from flashlab.record.schema import Measurement, Reading, Samples
@@ -189,15 +189,13 @@ def spreads(gpu_slug: str | None, data: Path = DATA) -> tuple[Spread, ...]:
     A row counts when it names its start and has burst samples with a hot L2; of each start, those of
     `select.by_start`.
     """
-    rows: Iterable[Any] = frame(gpu_slug or "", data).itertuples(index=False)
-    able = (row for row in rows if row.kind == "peer" or row.name in registry.RUNGS)
-    able = (row for row in able if row.second is not True and row.inputs == NORMAL)
-    timed = (row for row in able if row.record.start and row.record.samples_of())
+    rows = (row for row in store.measurements(gpu_slug or "", data) if row.kind == "peer" or row.name in registry.RUNGS)
+    timed = (row for row in rows if row.problem.inputs == NORMAL and row.start and row.samples_of())
     found: list[Spread] = []
     for (_, name), same in grouped(timed, lambda row: (row.problem, row.name)).items():
         starts = select.by_start(same, lambda row: row.name, [name])
         if len(starts) > 1:
-            found.append(tuple(row.record for (row,) in starts))
+            found.append(tuple(row for (row,) in starts))
     ladder = {name: at for at, name in enumerate([*registry.RUNGS, *peers.PEERS])}
     return tuple(sorted(found, key=lambda one: (one[0].problem, ladder.get(one[0].name, len(ladder)))))
 

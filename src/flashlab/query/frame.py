@@ -1,22 +1,19 @@
-"""All records of a GPU as one table, read once a process: a row a record line.
+"""What a record says in one state of the GPU, flat, and which runs belong together.
 
-A row of `runs` is one stage or library on one problem in one run. What is shown of a problem is chosen from it by
-`select.select`, and from there alone. Times are of bursts with a hot L2 unless the column names another state.
+What is shown of a problem is chosen by `select.select`, and there alone.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-import pandas as pd
-
 from flashlab.core.inputs import TRAINED
-from flashlab.core.paths import DATA, signature
+from flashlab.core.paths import DATA
 from flashlab.core.problem import Cache, Regime
 from flashlab.record import schema, store
 
@@ -29,67 +26,6 @@ _OF_STATE = (
     *("median_us", "worst_layer_us", "tflops", "cv_percent", "samples", "sm_clock_mhz", "call_clock_mhz"),
     *("cycles_per_score", "power_w", "energy_j_per_call"),
 )
-RESULT = (
-    *("name", "kind", "layout", "lse", "shape", "dtype", "mask", "features", "inputs", "status", "reason"),
-    *(*_OF_STATE, "regime", "cache", "run", "commit", "dirty"),
-)
-"""The columns of `flashlab results`: see `headline`."""
-_CACHE: dict[Path, tuple[tuple[Any, ...], pd.DataFrame]] = {}
-
-
-def frame(gpu: str, data: Path = DATA, folder: str = "runs") -> pd.DataFrame:
-    """Every sound record of a kind on a GPU, oldest file first, one row a line; without rows where there is none.
-
-    Read again only where a file's content changed. The frame belongs to everybody: derive from it, never change it.
-
-    Columns of every kind: `run`, `session`, `kind`, `name` (stage id or library), `record` (the record itself), `line`
-    and `place` (`nvidia-h200/runs/….jsonl:12`, relative to `data`); but for profiles `commit`, `dirty`, `gpu` and
-    `fingerprint`.
-
-    Of what ran on a problem: `problem`, and of its fields `shape`, `dtype`, `mask`, `inputs` and `features` (a
-    window and a soft cap, in words, empty where there are none); `layout`, `lse`, `second` (a stage's row with the
-    log-sum-exp on, beside its own), `status`, `reason` and the columns of `state_of`. None or NaN where there is none.
-
-    Of ceilings: `value`.
-    """
-    where = data / gpu / folder
-    paths = store.files(where)
-    content = tuple((path.name, *signature(path)) for path in paths)
-    known = _CACHE.get(where)
-    if known is None or known[0] != content:
-        lines = store.lines(gpu, folder, data)
-        session = sessions({line.record.run: line.record.gpu for line in lines})
-        rows = [
-            {
-                **_described(line.record),
-                **(state_of(line.record) if isinstance(line.record, schema.Timed) else {}),
-                "session": session[line.record.run],
-                "line": line.number,
-                "place": f"{line.path.relative_to(data).as_posix()}:{line.number}",
-            }
-            for line in lines
-        ]
-        _CACHE[where] = known = (content, pd.DataFrame(rows))
-    return known[1]
-
-
-def _described(record: Any) -> dict[str, Any]:
-    """The columns of a record that are no times: see `frame`."""
-    name = getattr(record, "name", None) or getattr(record, "stage", "")
-    row = {"run": record.run, "kind": getattr(record, "kind", ""), "name": name, "record": record}
-    if not isinstance(record, schema.StageProfile):
-        row |= {"commit": record.source.commit, "dirty": record.source.dirty}
-        row |= {"gpu": record.gpu.slug, "fingerprint": record.gpu.fingerprint}
-    if isinstance(record, schema.Ceiling):
-        row["value"] = record.value
-    if problem := getattr(record, "problem", None):
-        row |= {name: getattr(problem, name) for name in ("shape", "dtype", "mask", "inputs")}
-        row |= {"problem": problem, "features": problem.features_label}
-    if isinstance(record, schema.Timed):
-        row |= {"status": record.status, "reason": record.reason}
-    if isinstance(record, schema.Measurement):
-        row |= {"layout": record.layout, "lse": record.lse, "second": record.with_lse}
-    return row
 
 
 def state_of(record: schema.Timed, regime: Regime = "burst", cache: Cache = "hot") -> dict[str, Any]:
@@ -118,44 +54,37 @@ def state_of(record: schema.Timed, regime: Regime = "burst", cache: Cache = "hot
 
 
 def headline(record: schema.Measurement, regime: Regime = "burst", cache: Cache = "hot") -> dict[str, Any]:
-    """One row of `flashlab results`: what a record says in one state of the GPU, in the columns of `RESULT`."""
-    row = _described(record) | state_of(record, regime, cache) | {"regime": regime, "cache": cache}
-    return {column: row[column] for column in RESULT}
+    """One row of `flashlab results`: what a record says in one state of the GPU."""
+    problem, names = record.problem, ("name", "kind", "layout", "lse")
+    return {
+        **{name: getattr(record, name) for name in names},
+        **{name: getattr(problem, name) for name in ("shape", "dtype", "mask")},
+        **{"features": problem.features_label, "inputs": problem.inputs},
+        **{"status": record.status, "reason": record.reason},
+        **state_of(record, regime, cache),
+        **{"regime": regime, "cache": cache},
+        **{"run": record.run, "commit": record.source.commit, "dirty": record.source.dirty},
+    }
 
 
-def sessions(runs: Mapping[str, Any]) -> dict[str, str]:
+def sessions(gpu: str, data: Path = DATA) -> dict[str, str]:
     """The session of each run: the runs of one commit on one GPU, each begun within `SESSION_GAP` of the one before.
 
     A measurement that takes longer than one command allows is split by head dim, element type or stages, and belongs
     together all the same. A session has the id of its first run.
-
-    Args:
-        runs: the GPU that each run, by id, was made on.
     """
+    runs = {line.record.run: line.record.gpu.fingerprint for line in store.lines(gpu, "runs", data)}
     last: dict[object, tuple[str, datetime]] = {}
     session_of: dict[str, str] = {}
-    for run, gpu in sorted(runs.items()):
-        try:
-            began = datetime.strptime(run[:16], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
-        except ValueError:  # a file that somebody named
-            session_of[run] = run
-            continue
+    for run, fingerprint in sorted(runs.items()):
+        began = datetime.strptime(run[:16], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
         match = re.match(schema.RUN, run)
-        key = (match["commit"], match["dirty"], getattr(gpu, "fingerprint", "")) if match else run
+        assert match, "what a record names as its run is a run's name"
+        key = match["commit"], match["dirty"], fingerprint
         first, before = last.get(key, (run, began))
         session_of[run] = first if began - before <= SESSION_GAP else run
         last[key] = session_of[run], began
     return session_of
-
-
-def measured(rows: pd.DataFrame) -> list[schema.Measurement]:
-    """The records of stages and libraries in a frame, in its order."""
-    return [record for record in rows.get("record", ()) if isinstance(record, schema.Measurement)]
-
-
-def of_problem(rows: pd.DataFrame, problem: object) -> pd.DataFrame:
-    """The rows of one problem; none where the frame is empty."""
-    return rows[[one == problem for one in rows["problem"]]] if len(rows) else rows
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:

@@ -491,7 +491,7 @@ def _against_inputs(shown: Results, data: Path) -> str:
 
 
 def _against_features(shown: Results, _: Path) -> str:
-    found = contests.featured(shown.records)
+    found = contests.featured(shown)
     if not found:
         raise NoDataError(
             "No times with a window or a soft cap are on record for this GPU yet: `flashlab bench --suite windows` "
