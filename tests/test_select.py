@@ -14,7 +14,7 @@ from flashlab.core.inputs import KINDS
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import registry
 from flashlab.query import contests, select
-from flashlab.query.frame import sessions
+from flashlab.query.rows import sessions
 from flashlab.record import schema, store
 from flashlab.record.checks import CheckRow
 from flashlab.show import tables

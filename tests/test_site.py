@@ -25,7 +25,7 @@ from flashlab.experiments import effects, levers
 from flashlab.experiments.effects import LEVER_NOT_MEASURED
 from flashlab.kernels.registry import STAGES
 from flashlab.query import contests, select
-from flashlab.query.frame import headline
+from flashlab.query.rows import headline
 from flashlab.record import schema, store
 from flashlab.record.checks import CheckRow
 from flashlab.record.schema import Status

@@ -22,7 +22,7 @@ from flashlab.core.errors import DamagedRecordError, NoDataError
 from flashlab.core.paths import DATA, slug
 from flashlab.core.problem import Problem
 from flashlab.query import contests, select
-from flashlab.query.frame import headline
+from flashlab.query.rows import headline
 from flashlab.record import schema, store
 from flashlab.record.schema import (
     Ceiling,

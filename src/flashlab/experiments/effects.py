@@ -22,7 +22,7 @@ from flashlab.core.problem import Problem
 from flashlab.experiments import levers
 from flashlab.experiments.ablation import AXES, PARTS
 from flashlab.query import select
-from flashlab.query.frame import grouped
+from flashlab.query.rows import grouped
 from flashlab.query.statistics import (
     CONFIDENCE,
     Estimate,

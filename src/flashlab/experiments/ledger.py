@@ -46,8 +46,8 @@ from flashlab.experiments.evidence import (
 from flashlab.kernels import peers, registry
 from flashlab.measure import bench, ceilings, harness
 from flashlab.measure.options import OPTIONS, Options
-from flashlab.query.frame import grouped
 from flashlab.query.kinship import KINSHIPS, MODELS, kinship
+from flashlab.query.rows import grouped
 from flashlab.query.select import Results
 from flashlab.query.statistics import Estimate
 from flashlab.record import store

@@ -34,7 +34,7 @@ from flashlab.measure.cells import GpuWorker, record_rows
 from flashlab.measure.harness import Message, serve
 from flashlab.measure.options import Options
 from flashlab.measure.worker import copies_beyond_l2
-from flashlab.query.frame import grouped
+from flashlab.query.rows import grouped
 from flashlab.record import store
 from flashlab.record.schema import PackedRun, Verdict
 from flashlab.run import gpu, paged

@@ -21,7 +21,7 @@ from flashlab.core.problem import FIRST_SHAPE, Mask, Problem
 from flashlab.experiments.timers import INSTALLS, TIMERS
 from flashlab.kernels import peers, registry
 from flashlab.query import select
-from flashlab.query.frame import grouped
+from flashlab.query.rows import grouped
 from flashlab.query.statistics import Estimate, interval, ratio_of_medians
 from flashlab.record import schema, store
 from flashlab.record.schema import Measurement, Reading, Samples

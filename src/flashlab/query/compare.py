@@ -17,7 +17,7 @@ from flashlab.core.errors import NoDataError, ParameterError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem, matching
 from flashlab.query import select, statistics
-from flashlab.query.frame import grouped
+from flashlab.query.rows import grouped
 from flashlab.record import store
 from flashlab.record.schema import Measurement
 

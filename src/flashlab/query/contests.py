@@ -13,7 +13,7 @@ from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.paths import DATA
 from flashlab.core.problem import WITHOUT_FEATURES, Problem, Regime, suite
 from flashlab.kernels import registry
-from flashlab.query.frame import grouped, sessions
+from flashlab.query.rows import grouped, sessions
 from flashlab.query.select import (
     LADDER,
     Results,

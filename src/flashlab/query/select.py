@@ -40,7 +40,7 @@ from flashlab.core.inputs import KINDS, NORMAL, TRAINED
 from flashlab.core.paths import DATA, slug
 from flashlab.core.problem import FIRST_SHAPE, STANDARD_SHAPES, Cache, Problem, Regime, suite
 from flashlab.kernels import peers, registry
-from flashlab.query.frame import grouped, sessions
+from flashlab.query.rows import grouped, sessions
 from flashlab.record import store
 from flashlab.record.checks import Compared, read_lines
 from flashlab.record.schema import RUN, Base, Ceiling, Gpu, Machine, Measurement, StageProfile, Timed
@@ -153,7 +153,7 @@ def select(rows: Iterable[Measurement], sessions: Mapping[str, str], policy: Pol
     runs, leave out the others before.
 
     Args:
-        sessions: of the rows' runs, as `frame.sessions` gives them.
+        sessions: of the rows' runs, as `rows.sessions` gives them.
 
     Returns:
         One that was filled in is a `Filled`.

@@ -12,7 +12,7 @@ from flashlab.core.inputs import KINDS, NORMAL
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Cache, Regime, suite
 from flashlab.query import select
-from flashlab.query.frame import sessions, state_of
+from flashlab.query.rows import sessions, state_of
 from flashlab.query.select import Policy, Results
 from flashlab.record import store
 from flashlab.record.schema import Measurement, Timed

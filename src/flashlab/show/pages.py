@@ -43,7 +43,7 @@ from flashlab.core.problem import AS_IN_A_MODEL, DTYPES, MASKS, Cache, Problem, 
 from flashlab.kernels import peers, registry
 from flashlab.kernels.registry import Stage
 from flashlab.query import contests, coverage, predictions, select
-from flashlab.query.frame import grouped
+from flashlab.query.rows import grouped
 from flashlab.query.select import Results
 from flashlab.record import schema, store
 from flashlab.record.schema import Measurement

@@ -23,8 +23,8 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import AS_IN_A_MODEL, FIRST_SHAPE, Problem, Regime
 from flashlab.kernels import peers, registry
 from flashlab.query import contests, roofline, select
-from flashlab.query.frame import grouped, headline
 from flashlab.query.predictions import Scored
+from flashlab.query.rows import grouped, headline
 from flashlab.query.select import Results
 from flashlab.record import store
 from flashlab.record.checks import Compared

@@ -30,7 +30,7 @@ from flashlab.core.errors import (
 from flashlab.core.paths import BUILD, ROOT, writable_dir
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
-from flashlab.query.frame import grouped
+from flashlab.query.rows import grouped
 from flashlab.record import store
 from flashlab.record.checks import CheckRow, Compared, EmulatorVerdict
 from flashlab.record.schema import StageCounters, Verdict

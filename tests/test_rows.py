@@ -9,7 +9,7 @@ from synthetic import measurement, write_synthetic
 
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.query import select
-from flashlab.query.frame import headline, sessions
+from flashlab.query.rows import headline, sessions
 from flashlab.record import schema, store
 from flashlab.show import explorer
 
