@@ -56,7 +56,7 @@ series = {
     "regime": "burst",
     "cache": "hot",
     "calls": 1,
-    "time_us": [1.0, 1.1],
+    "time_us": plan.get("time_us", [1.0, 1.1]),
     "sm_clock_mhz": [900.0, 901.0],
     "call_clock_mhz": [800.0, 801.0],
 }
@@ -93,8 +93,10 @@ for cell in job["cells"]:
                 "samples": series,
             }
         elif "plan" in job:
-            row.update(samples=[series], cubin=None)
-            if job["implementations"][name]["kind"] == "peer":
+            one = job["implementations"][name]
+            cubin = plan.get("cubin") and {**plan["cubin"], "parameters": one["params"]}
+            row.update(samples=[series], cubin=cubin, verdict=verdict if one["judged"] else None)
+            if one["kind"] == "peer":
                 row.update(choice="", layout="bshd", lse=None)
         if name in plan.get("refused", []):
             row = {"status": plan["refused"][name][0], "reason": plan["refused"][name][1], "verdict": None}

@@ -6,7 +6,8 @@ import fcntl
 import hashlib
 import importlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+import subprocess
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from flashlab.build.compiler import Job
+from flashlab.build import compiler
+from flashlab.build.compiler import Cubin, Job
 from flashlab.core.errors import MissingPackageError
-from flashlab.core.paths import BUILD
+from flashlab.core.paths import BUILD, ROOT
 from flashlab.core.problem import DType, Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
@@ -31,6 +33,34 @@ except MissingPackageError as error:
     NO_COMPILER = str(error)
 """Why nothing can be emulated here; empty where it can."""
 needs_compiler = pytest.mark.skipif(bool(NO_COMPILER), reason=NO_COMPILER)
+
+
+def cubin(
+    stage: Stage,
+    head_dim: int,
+    *,
+    causal: bool = False,
+    dtype: DType = "float16",
+    overrides: Mapping[str, int] | None = None,
+) -> Cubin:
+    """The machine code of a stage for Hopper."""
+    return compiler.compile_stage(
+        Job(stage=stage, head_dim=head_dim, dtype=dtype, causal=causal, arch="sm_90a", overrides=overrides)
+    )
+
+
+def tracked() -> list[str]:
+    """Files of the checkout in git, new ones included; skips where there is none."""
+    listed = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if listed.returncode:
+        pytest.skip(f"not a git checkout: {listed.stderr.strip()}")
+    return [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
+
 
 tiers = pytest.mark.parametrize(
     "whole",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import Cache, Problem, Regime, suite
 from flashlab.kernels import peers, registry
 from flashlab.measure.profile import METRICS
-from flashlab.record import schema, store
+from flashlab.record import checks, schema, store
 from flashlab.record.schema import (
     Ceiling,
     Conditions,
@@ -233,6 +234,19 @@ def _ceilings(slug: str) -> tuple[Ceiling, ...]:
 def ceiling(name: str, slug: str = "nvidia-h200") -> Ceiling:
     """The made-up ceiling of that name."""
     return next(one for one in _ceilings(slug) if one.name == name)
+
+
+def checks_header(run: str = RUN) -> checks.Header:
+    source = Source(commit=COMMIT, dirty=False)
+    return checks.Header(run=run, time="2026-01-02T03:04:05Z", gpu=gpu(), source=source, software=_SOFTWARE)
+
+
+def write_checks(path: Path, rows: Iterable[checks.CheckRow]) -> Path:
+    """Write a file of comparisons, named by its run, a line a row."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = (checks_header(path.stem).line(), *(checks.case_line([row]) for row in rows))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
 
 
 def write_partial(data: Path, slug: str = "nvidia-h100", run: str = "20260202T030405Z-0123abc") -> Path:

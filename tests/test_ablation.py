@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -420,54 +421,16 @@ def test_without_records_pages_say_so() -> None:
 
 # --- measuring, with a worker that makes its numbers up ---------------------------------------------------------------
 
-FAKE = """
-import json, socket, sys
-connection = socket.socket(socket.AF_UNIX)
-connection.connect(sys.argv[sys.argv.index("--connect") + 1])
-pipe = connection.makefile("rw")
-job = json.loads(pipe.readline())
-def send(**message):
-    pipe.write(json.dumps(message) + "\\n"); pipe.flush()
-open(sys.argv[1], "a").write(json.dumps(job) + "\\n")
-rows = json.loads(sys.argv[2])
-send(type="hello", gpu=rows["gpu"], software={})
-times = rows["samples"]["time_us"]
-for cell in job["cells"]:
-    for name in cell["pending"]:
-        which = job["implementations"][name]
-        send(type="step", cell=cell["index"], name=name, what="time")
-        if name in rows["refused"]:
-            row = {"status": "error", "reason": "made up", "samples": []}
-        else:
-            verdict = rows["verdict"] if which["judged"] else None
-            cubin = {**rows["cubin"], "parameters": which["params"]}
-            times = [1.001 * one for one in times]  # no two rows have the same
-            samples = {**rows["samples"], "time_us": times}
-            row = {"status": "ok", "reason": "", "verdict": verdict, "samples": [samples], "cubin": cubin}
-        send(type="row", cell=cell["index"], name=name, row=row)
-send(type="done")
-"""
-
 
 def fake_worker(tmp_path: Path, refused: Sequence[str] = ()) -> list[str]:
-    import json
-    import sys
-
-    row = synthetic.measurement("07_mma_registers", PROBLEM).model_dump(mode="json")
-    script = tmp_path / "worker.py"
-    script.write_text(FAKE, encoding="utf-8")
-    given = {name: row[name] for name in ("gpu", "verdict", "cubin")}
-    given["gpu"]["fingerprint"] = sha256(str(tmp_path).encode()).hexdigest()[:12]  # locked while it is measured
-    samples = {**row["samples"][0], "cycles_per_score": None}
-    return [
-        *(sys.executable, str(script), str(tmp_path / "jobs")),
-        json.dumps({**given, "samples": samples, "refused": list(refused)}),
-    ]
+    cubin = synthetic.measurement("07_mma_registers", PROBLEM).model_dump(mode="json")["cubin"]
+    plan = {"log": str(tmp_path / "jobs"), "cubin": cubin, "time_us": [1000.0, 1001.0]}
+    plan |= {"refused": dict.fromkeys(refused, ("error", "made up"))}
+    script = Path(__file__).with_name("fake_worker.py")
+    return [sys.executable, str(script), json.dumps(synthetic.own_gpu(tmp_path)), json.dumps(plan)]
 
 
 def jobs_of(tmp_path: Path) -> list[dict[str, Any]]:
-    import json
-
     return [json.loads(line) for line in (tmp_path / "jobs").read_text(encoding="utf-8").splitlines()]
 
 
@@ -555,7 +518,7 @@ def test_levers_take_turns_with_their_stage_as_it_is(tmp_path: Path) -> None:
     shown = analysis.lever_effects(found)
     assert [(one.name, one.is_first) for one in shown[:3]] == [("as it is", True), (first, False), (second, False)]
     assert analysis.effects(found) == []
-    assert analysis.lever_effects(found, second)[-1].ratio == pytest.approx(1.0, abs=0.01)
+    assert analysis.lever_effects(found)[-1].ratio == pytest.approx(1.0, abs=0.01)
 
 
 def test_a_lever_is_shown_beside_what_it_was_measured_with() -> None:
@@ -569,22 +532,22 @@ def test_a_lever_is_shown_beside_what_it_was_measured_with() -> None:
     ]
     shown = analysis.lever_effects(found)
     assert [(one.record.run, one.name) for one in shown] == [
-        *((later, name) for name in ("as it is", first)),
         *((synthetic.RUN, name) for name in ("as it is", second)),
+        *((later, name) for name in ("as it is", first)),
     ]
-    assert shown[1].ratio == pytest.approx(0.95, rel=0.01)
-    assert shown[1].verdict == "faster"
-    assert shown[-1].reason == "static_assert"
+    assert shown[1].reason == "static_assert"
+    assert shown[-1].ratio == pytest.approx(0.95, rel=0.01)
+    assert shown[-1].verdict == "faster"
     drawn = analysis.lever_chart(shown)
     assert not isinstance(drawn, str)
     assert f"{first}, B16 H16 S2048 D64 full float16: 0.9" in drawn.alt
     assert drawn.data_files == (f"nvidia-h200/ablations/{later}.jsonl",)
-    table = analysis.lever_table(analysis.lever_effects(found, first))
+    table = analysis.lever_table(shown, first)
     assert re.search(r"faster \| [12]\d{3}\.\d \| 1\d{3}\.\d \| 0\.9\d\d \(0\.9\d\d to 0\.9\d\d\)", table)
     assert "commit" in table
-    assert "static_assert" in analysis.lever_table(analysis.lever_effects(found, second))
+    assert "static_assert" in analysis.lever_table(shown, second)
     assert (
-        analysis.lever_table(analysis.lever_effects(found[:1]))
+        analysis.lever_table(analysis.lever_effects(found[:1]), first)
         == analysis.lever_chart([])
         == analysis.LEVER_NOT_MEASURED
     )

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shared import needs_compiler
 from synthetic import RUN, measurement, write_synthetic
 
 from flashlab.build.parallel import Follow
 from flashlab.cli import app, doctor
-from flashlab.core.errors import CompileError, MissingPackageError, UnknownStageError
+from flashlab.core.errors import CompileError, UnknownStageError
 from flashlab.core.inputs import KINDS
 from flashlab.core.problem import FIRST_SHAPE, Problem, suite
 from flashlab.kernels import registry
@@ -381,7 +382,6 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
         (("sweep", "plan", "--ray", "local"), "flashlab[sweep]"),
         (("sweep", "plan", "--gpu", "nope"), "wanted a GPU, got nope. --gpu names one to plan for"),
         (("sweep", "run", "--gpu", "nope"), "wanted a GPU, got nope"),
-        (("sweep", "collect"), "wanted data folders of other machines after it, got none"),
         (("collect", "/none/such"), "has no records"),
         (("compare", "a", "b"), "wanted records"),
         (("repair",), "wanted GPUs' folders of records under"),
@@ -620,15 +620,8 @@ def test_check_counts_and_names_failures(run: Run, monkeypatch: pytest.MonkeyPat
 CPU_CHECK = ("check", FIRST_STAGE, "--length", "65x66", "--mask", "causal")
 
 
-def _needs_a_compiler() -> None:
-    try:
-        emulator.cxx()
-    except MissingPackageError as error:
-        pytest.skip(str(error))
-
-
+@needs_compiler
 def test_check_runs_on_the_cpu(run: Run) -> None:
-    _needs_a_compiler()
     result = run(*CPU_CHECK, "--on", "cpu", "--schedule", "descending", "--schedule", "seeded:7", "--races", "--json")
     assert result.code == 0, result.err
     rows = result.json
@@ -651,10 +644,10 @@ def test_check_runs_on_the_cpu(run: Run) -> None:
         ("const int q_row", "const int oops q_row", "wanted code for the CPU"),
     ],
 )
+@needs_compiler
 def test_check_on_the_cpu_says_what_is_wrong_with_an_edited_kernel(
     run: Run, tmp_path: Path, old: str, new: str, words: str
 ) -> None:
-    _needs_a_compiler()
     source = tmp_path / "edited.cu"
     text = STAGES[FIRST_STAGE].source.read_text(encoding="utf-8")
     assert old in text

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from elftools.elf.elffile import ELFFile
 from emulation import hopper_sum
+from shared import needs_compiler
 
 import flashlab
 from flashlab import attention
@@ -31,7 +32,7 @@ from flashlab.kernels import registry
 from flashlab.measure.timer import MicroParams
 from flashlab.record.checks import Fallbacks
 from flashlab.run import arrays as arrays_module
-from flashlab.run import choice, emulator, gpu, recipes
+from flashlab.run import choice, gpu, recipes
 from flashlab.run.arguments import (
     MAX_SHARES,
     AttentionMaps,
@@ -118,18 +119,10 @@ def test_the_package_exports_the_calls() -> None:
 # --- on the CPU ---
 
 
-@pytest.fixture
-def compiler_here() -> None:
-    try:
-        emulator.cxx()
-    except errors.MissingPackageError as error:
-        pytest.skip(str(error))
-
-
 HOST_PROBLEM = Problem(batch=2, q_heads=4, kv_heads=2, q_len=33, kv_len=50, head_dim=64, mask="causal")
 
 
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_numpy_arrays_run_on_the_cpu(dtype: DType) -> None:
     problem = replace(HOST_PROBLEM, dtype=dtype)
@@ -143,7 +136,7 @@ def test_numpy_arrays_run_on_the_cpu(dtype: DType) -> None:
     assert (named.view(np.uint16) == out.view(np.uint16)).all()
 
 
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 def test_any_strides_scale_params_and_an_output_of_the_callers() -> None:
     packed = make_inputs(replace(HOST_PROBLEM, q_heads=3, kv_heads=3, q_len=50))[0].transpose(0, 2, 1, 3)
     packed = np.ascontiguousarray(np.concatenate([packed, packed[:, ::-1], packed[::-1]], axis=2))
@@ -159,7 +152,7 @@ def test_any_strides_scale_params_and_an_output_of_the_callers() -> None:
     assert check(reversed_rows[:, :, ::-1], None, q, k, v, causal=False, dtype="float16", scale=0.5).reason == ""
 
 
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 def test_other_libraries_hand_over_host_memory_through_dlpack() -> None:
     class Foreign:
         def __init__(self, values: Any) -> None:
@@ -177,7 +170,7 @@ def test_other_libraries_hand_over_host_memory_through_dlpack() -> None:
     assert (out == flashlab.attention(q, k, v, causal=True)).all()
 
 
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 @pytest.mark.parametrize("schedule", ["descending", "seeded:3"])
 def test_emulate_reports(schedule: str) -> None:
     q, k, v = make_inputs(HOST_PROBLEM)
@@ -189,7 +182,7 @@ def test_emulate_reports(schedule: str) -> None:
     assert check(ran.out, ran.lse, q, k, v, causal=True, dtype="float16").reason == ""
 
 
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("stage", EARLIER, ids=lambda stage: stage.id)
 def test_a_row_that_sees_a_nan_is_nan_and_so_is_its_log_sum_exp(stage: registry.Stage, causal: bool) -> None:
@@ -204,7 +197,8 @@ def test_a_row_that_sees_a_nan_is_nan_and_so_is_its_log_sum_exp(stage: registry.
     assert (np.isnan(lse[0]) == np.stack([np.full(40, False), sees])).all()
 
 
-def test_too_much_for_a_cpu_is_refused_with_an_estimate(compiler_here: None) -> None:
+@needs_compiler
+def test_too_much_for_a_cpu_is_refused_with_an_estimate() -> None:
     q = np.zeros((1, 1, 1, 64), np.float16)
     long = np.broadcast_to(q, (64, 32, 8192, 64))
     with pytest.raises(
@@ -418,7 +412,7 @@ def test_what_is_no_such_argument_is_refused_by_its_name(
         call(one, one, one, **change)
 
 
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 def test_an_edited_source_may_be_named_by_text() -> None:
     one = np.ones((1, 1, 1, 64), np.float16)
     ran = flashlab.emulate(one, one, one, stage="01_coalesced", source=str(registry.get("01_coalesced").source))
@@ -599,7 +593,7 @@ def _sum(q: Any, k: Any, v: Any) -> Any:
     return q + np.repeat(k, group, axis=1) + np.repeat(v, group, axis=1)
 
 
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 @pytest.mark.parametrize("races", [False, True], ids=["fast", "hooks"])
 @pytest.mark.parametrize(("head_dim", "length"), [(64, 203), (128, 65), (128, 1)])
 def test_tensor_maps_and_counters_reach_the_kernel(sum_stage: str, head_dim: int, length: int, races: bool) -> None:
@@ -620,7 +614,7 @@ def test_tensor_maps_and_counters_reach_the_kernel(sum_stage: str, head_dim: int
     assert (ran.out == _sum(q, k, v)[back]).all()
 
 
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_clusters_and_copies_of_a_panel_reach_the_kernel(sum_stage: str, tmp_path: Path, head_dim: int) -> None:
     text = hopper_sum.SOURCE.read_text(encoding="utf-8")
@@ -651,7 +645,7 @@ def test_clusters_and_copies_of_a_panel_reach_the_kernel(sum_stage: str, tmp_pat
     assert (ran.out == _sum(q, k, v)).all()
 
 
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 def test_counters_that_are_left_behind_are_an_error(sum_stage: str, tmp_path: Path) -> None:
     text = hopper_sum.SOURCE.read_text(encoding="utf-8")
     assert text.count("atomicExch(&p.work[0], 0u);") == 1
@@ -731,7 +725,7 @@ def test_fallbacks_are_counted_on_request(monkeypatch: pytest.MonkeyPatch) -> No
     assert [made["params"][0].fallbacks for made in there.made] == [None, (1 << 30) + 512]
 
 
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_the_emulation_counts_fallbacks_on_request(dtype: str) -> None:
     q, k, v = make_inputs(Problem.parse("1x1x1x16x500x64", dtype=dtype))

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import TypeAdapter
-from shared import Run, read_run
+from shared import Run, needs_compiler, read_run
 from synthetic import measurement
 from test_timer import Fake as FakeGpu
 
@@ -32,7 +32,7 @@ from flashlab.measure.timer import Reading, State
 from flashlab.measure.worker import BenchWorker, Candidate
 from flashlab.record import checks, provenance, schema, store
 from flashlab.record.checks import CheckRow
-from flashlab.run import emulator, gpu
+from flashlab.run import gpu
 from flashlab.run.attention import Fallbacks
 from flashlab.verify import cases, on_cpu
 from flashlab.verify.oracle import make_inputs
@@ -808,8 +808,8 @@ def test_checks_give_a_verdict_for_every_stage_and_layout(tmp_path: Path, fake: 
     assert found.path is not None
     lines = checks.read_lines(found.path)
     assert len(lines) == len(found.rows)
-    assert {line["layout"] for line in lines} == set(cases.LAYOUTS)
-    assert {line["gpu"]["name"] for line in lines} == {"Test GPU"}
+    assert {line.layout for line in lines} == set(cases.LAYOUTS)
+    assert {line.header.gpu.name for line in lines} == {"Test GPU"}
     # What holds for all of them stands there once.
     assert found.path.read_text().count("Test GPU") == 1
     assert store.verify("test-gpu", tmp_path / "data") == ()
@@ -871,11 +871,8 @@ def test_errors_become_statuses() -> None:
     assert refusal(ZeroDivisionError("oh"))["reason"] == "ZeroDivisionError: oh"
 
 
+@needs_compiler
 def test_the_worker_checks_on_while_the_emulator_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        emulator.cxx()
-    except errors.MissingPackageError as error:
-        pytest.skip(str(error))
     problems = [Problem.parse("1x2x1x17x9x64", mask="causal"), Problem.parse("1x1x3x64")]
     names = ["00_naive", "05_wmma"]
     sent: list[Any] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -324,11 +325,7 @@ def _lines(rows: Sequence[checks.CheckRow]) -> list[object]:
 
 
 def _written(path: Path) -> Path:
-    header = checks.header_line(
-        run=RUN, time="2026-01-02T03:04:05Z",
-        gpu={**synthetic.gpu().model_dump(mode="json"), "name": "G"}, source={"commit": "0123abc", "dirty": False},
-        software={"numpy": "2"},
-    )  # fmt: skip
+    header = synthetic.checks_header().line()
     path.write_text("".join(json.dumps(line) + "\n" for line in (header, *_lines(ROWS))), encoding="utf-8")
     return path
 
@@ -353,7 +350,7 @@ def test_cases_take_kinds_of_inputs_and_name_them_on_record(tmp_path: Path) -> N
     _written(path)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(line) + "\n" for line in _lines([row]))
-    assert Problem(**checks.read_lines(path)[-1]["problem"]) == row.problem
+    assert checks.read_lines(path)[-1].problem == row.problem
     # What is shown unasked is on normal inputs.
     assert len(select.checks("nvidia-h200", tmp_path)[path]) == len(ROWS)
     assert len(select.checks("nvidia-h200", tmp_path, inputs=("falling",))[path]) == 1
@@ -361,56 +358,34 @@ def test_cases_take_kinds_of_inputs_and_name_them_on_record(tmp_path: Path) -> N
 
 def test_comparisons_on_record_read_back(tmp_path: Path) -> None:
     lines = checks.read_lines(_written(tmp_path / "checks.jsonl"))
-    assert [line["status"] for line in lines] == [row.status for row in ROWS]
-    assert [line["reason"] for line in lines] == [row.reason for row in ROWS]
-    assert all(Problem(**line["problem"]) == PROBLEM for line in lines)
-    assert all(
-        (line["gpu"]["name"], line["time"][:4], line["software"]) == ("G", "2026", {"numpy": "2"}) for line in lines
-    )
+    assert {line.header.run for line in lines} == {RUN}
     for line, row in zip(lines, ROWS, strict=True):
-        assert (line["verdict"] is None) == (row.verdict is None)
-        if row.verdict is not None:
-            read = Verdict.model_validate(line["verdict"])
-            assert (read.passed, read.reason, read.lse_error) == (row.verdict.passed, row.verdict.reason, None)
-            for name in ("max_abs_error", "max_abs_limit", "rms_error", "rms_limit"):
+        assert (line.problem, line.status, line.reason) == (PROBLEM, row.status, row.reason)
+        assert (line.verdict is None) == (row.verdict is None)
+        if line.verdict is not None and row.verdict is not None:
+            assert (line.verdict.passed, line.verdict.reason) == (row.verdict.passed, row.verdict.reason)
+            for name in ("max_abs_error", "max_abs_limit", "rms_error", "rms_limit", "lse_error"):
                 wanted = getattr(row.verdict, name)
-                assert getattr(read, name) == (wanted if wanted is None else pytest.approx(wanted, rel=5e-3))
-    assert "emulator" not in lines[0]
-    assert [line.get("fallbacks") for line in lines[:4]] == [None, [3, 70000], None, None]
-    assert Verdict.model_validate(lines[4]["emulator"]["agreement"]).reason == "max |error|"
-    assert lines[6]["emulator"]["shape"] == "1x1x1x64"
-    assert Verdict.model_validate(lines[6]["emulator"]["verdict"]) == OTHER.model_copy(
-        update={"max_abs_error": 1.23e-3}
-    )
-    assert lines[5]["emulator"] == {
-        "status": "timeout", "reason": "late", "shape": "1x1x1x64", "verdict": None, "agreement": None,
-    }  # fmt: skip
+                assert getattr(line.verdict, name) == (wanted if wanted is None else pytest.approx(wanted, rel=5e-3))
+    assert [line.fallbacks for line in lines[:4]] == [row.fallbacks for row in ROWS[:4]]
+    few_digits = {"max_abs_error": 1.23e-3}
+    asked = [line.emulator for line in lines]
+    assert asked[:4] == [None] * 4
+    assert asked[4] == replace(ROWS[4].emulator, verdict=PASSED.model_copy(update=few_digits))
+    assert asked[5] == ROWS[5].emulator
+    assert asked[6] is not None
+    assert (asked[6].shape, asked[6].verdict) == ("1x1x1x64", OTHER.model_copy(update=few_digits))
 
 
 def test_a_file_of_the_first_format_reads_alike_and_is_ten_times_as_long(tmp_path: Path) -> None:
     old = next(path for path in sorted(DATA.glob("*/checks/*.jsonl")) if '"format"' not in path.read_text()[:40])
     lines = checks.read_lines(old)
-    assert {"run", "time", "gpu", "source", "software", "stage", "problem", "layout", "status"} <= set(lines[0])
-    rows = [
-        checks.CheckRow(
-            stage=line["stage"],
-            problem=Problem(**line["problem"]),
-            layout=line["layout"],
-            status=line["status"],
-            reason=line["reason"],
-            verdict=None if line["verdict"] is None else Verdict.model_validate(line["verdict"]),
-        )
-        for line in lines
-    ]
     new = tmp_path / "new.jsonl"
-    same = {name: lines[0][name] for name in ("run", "time", "gpu", "source", "software")}
-    new.write_text(
-        "".join(json.dumps(x) + "\n" for x in (checks.header_line(**same), *_lines(rows))),
-        encoding="utf-8",
-    )
+    text = (json.dumps(line) + "\n" for line in (lines[0].header.line(), *_lines(lines)))
+    new.write_text("".join(text), encoding="utf-8")
 
-    def known(found: Iterable[dict[str, Any]]) -> list[str]:
-        return sorted(json.dumps({**line, "time": "", "verdict": None, "line": 0}, sort_keys=True) for line in found)
+    def known(found: Iterable[checks.Compared]) -> Counter[object]:
+        return Counter((line.stage, line.problem, line.layout, line.status, line.reason) for line in found)
 
     assert known(checks.read_lines(new)) == known(lines)
     assert new.stat().st_size < old.stat().st_size / 10

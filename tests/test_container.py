@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from packaging.version import Version
+from shared import tracked
 
 from flashlab.core.paths import ROOT
 from flashlab.kernels.registry import STAGES
@@ -46,18 +47,9 @@ def those(word: str) -> list[str]:
 
 def context() -> list[str]:
     """What a builder is sent, but for `.git`: the files of the checkout that .dockerignore does not name."""
-    listed = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if listed.returncode:
-        pytest.skip(f"not a git checkout: {listed.stderr.strip()}")
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     ignored = [line.removeprefix("**/") for line in lines if line and not line.startswith("#")]
-    names = [name for name in listed.stdout.split("\0") if name and (ROOT / name).is_file()]
-    return [n for n in names if not any(fnmatch.fnmatch(part, one) for one in ignored for part in n.split("/"))]
+    return [n for n in tracked() if not any(fnmatch.fnmatch(part, one) for one in ignored for part in n.split("/"))]
 
 
 PYTHON = """#!/usr/bin/env bash

@@ -212,11 +212,13 @@ def test_without_readings_it_says_so(tmp_path: Path) -> None:
         cycle_model.rates_of({})
 
 
-COMMITTED = [slug for slug in store.gpus(DATA) if any((DATA / slug / "chip").glob("*.jsonl"))]
+every_gpu = pytest.mark.parametrize(
+    "slug", [slug for slug in store.gpus(DATA) if any((DATA / slug / "chip").glob("*.jsonl"))]
+)
+"""Whose readings are committed under data/."""
 
 
-@pytest.mark.skipif(not COMMITTED, reason="no GPU's readings are committed under data/")
-@pytest.mark.parametrize("slug", COMMITTED)
+@every_gpu
 def test_loops_that_were_measured_are_predicted(slug: str) -> None:
     """Nothing in the model is fitted to these loops: it knows the units alone."""
     readings = chip.newest(slug)
@@ -237,8 +239,7 @@ def ceilings(samples: Mapping[str, tuple[float, ...]]) -> dict[str, schema.Ceili
     return {made.name: made.model_copy(update={"samples": made.samples.model_copy(update=dict(samples))})}
 
 
-@pytest.mark.skipif(not COMMITTED, reason="no GPU's readings are committed under data/")
-@pytest.mark.parametrize("slug", COMMITTED)
+@every_gpu
 def test_products_of_a_clock_are_of_the_clock_in_the_calls(slug: str) -> None:
     """The clock right after them is that of an idle chip: by it mma.sync would do less a clock than it does."""
     readings = chip.newest(slug)
@@ -252,8 +253,7 @@ def test_products_of_a_clock_are_of_the_clock_in_the_calls(slug: str) -> None:
     assert cycle_model.rates_of(readings, ceilings({"sm_clock_mhz": (), "call_clock_mhz": ()})).mma_sync is None
 
 
-@pytest.mark.skipif(not COMMITTED, reason="no GPU's readings are committed under data/")
-@pytest.mark.parametrize("slug", COMMITTED)
+@every_gpu
 def test_products_of_warps_stand_below_those_of_warpgroups(slug: str, tmp_path: Path) -> None:
     rates = cycle_model.rates_of(chip.newest(slug), store.newest_ceilings(slug))
     assert rates.mma_sync is not None
@@ -267,8 +267,7 @@ def test_products_of_warps_stand_below_those_of_warpgroups(slug: str, tmp_path: 
     assert "mma.sync" not in cycle_tables.wgmma(slug, tmp_path), "no ceilings there"
 
 
-@pytest.mark.skipif(not COMMITTED, reason="no GPU's readings are committed under data/")
-@pytest.mark.parametrize("slug", COMMITTED)
+@every_gpu
 def test_a_stage_is_predicted_as_it_was_recorded(slug: str) -> None:
     """With the blocks that were resident, and at the clock that it ran at."""
     newest = {(row.name, row.problem): row for row in store.measurements(slug) if row.status == "ok"}
@@ -288,8 +287,7 @@ def test_a_stage_is_predicted_as_it_was_recorded(slug: str) -> None:
             assert one.clock_mhz == median(samples.call_clock_mhz)
 
 
-@pytest.mark.skipif(not COMMITTED, reason="no GPU's readings are committed under data/")
-@pytest.mark.parametrize("slug", COMMITTED)
+@every_gpu
 def test_pages_show_every_rung(slug: str) -> None:
     text = cycle_tables.predictions(slug)
     for stage_id in cycle_model.described():

@@ -7,21 +7,17 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from shared import needs_compiler
 
-from flashlab.core.errors import MissingPackageError
 from flashlab.core.problem import DTYPES, DType, Mask, Problem
 from flashlab.kernels.registry import DEAD_ENDS, STAGES
-from flashlab.run import emulator
 from flashlab.run.attention import emulate
 from flashlab.verify.oracle import make_inputs, round_to
 from flashlab.verify.verdict import check
 
 HOPPER = tuple(stage.id for stage in (*STAGES.values(), *DEAD_ENDS.values()) if stage.tensor_maps)
 
-try:
-    emulator.cxx()
-except MissingPackageError as error:
-    pytest.skip(str(error), allow_module_level=True)
+pytestmark = needs_compiler
 
 
 def _each(known: dict[tuple[str, DType], str]) -> Any:

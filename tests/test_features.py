@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 from shared import in_turn, needs_compiler, tiers
+from synthetic import measurement
 
 import flashlab
 from flashlab.build import compiler
@@ -22,7 +23,7 @@ from flashlab.core import errors
 from flashlab.core.inputs import HOSTILE as HOSTILE_INPUTS
 from flashlab.core.problem import NO_WINDOW, Problem, suite
 from flashlab.kernels import peers, registry
-from flashlab.query import frame, select
+from flashlab.query import select
 from flashlab.record.schema import RecordedProblem
 from flashlab.run import arrays, paged
 from flashlab.run.arguments import splits_for
@@ -97,10 +98,11 @@ def test_a_record_names_a_feature_only_where_it_is_asked_for() -> None:
 
 
 def test_pages_do_not_take_a_windows_time_for_that_of_all_keys() -> None:
-    rows = frame.frame("nvidia-h200").head(40)
+    rows = [measurement(name, Problem.parse("16x16x2048x64")) for name in registry.STAGES]
     problem = Problem.parse("16x16x2048x64", window=(63, -1))
-    other = rows.assign(problem=[problem] * len(rows), features=problem.features_label)
-    assert len(select.select(rows)) > 0 == len(select.select(other))
+    other = [row.model_copy(update={"problem": problem}) for row in rows]
+    together = dict.fromkeys((row.run for row in rows), "one session")
+    assert len(select.select(rows, together)) > 0 == len(select.select(other, together))
 
 
 @settings(max_examples=60, deadline=None)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
-from shared import ends_of, in_turn, one_type_a_head_dim, part_of, tiers
+from shared import cubin, ends_of, in_turn, needs_compiler, one_type_a_head_dim, part_of, tiers
 
 from flashlab.build import compiler, sass
 from flashlab.build.compiler import Cubin, LaunchShape
-from flashlab.core.errors import CompileError, MissingPackageError
+from flashlab.core.errors import CompileError
 from flashlab.core.problem import DType, Mask, Problem
 from flashlab.kernels.registry import STAGES, Stage
-from flashlab.run import choice, emulator
+from flashlab.run import choice
 from flashlab.run.attention import emulate
 from flashlab.verify.oracle import make_inputs
 from flashlab.verify.verdict import Oracle, check
@@ -60,28 +60,6 @@ WARPGROUP = 128
 SM_REGISTERS = 65536
 machine_code = cache(sass.disassemble)
 """Once, as several tests read the same."""
-
-
-@pytest.fixture
-def cxx() -> None:
-    """Skips where there is no C++ compiler to make a kernel for the CPU with."""
-    try:
-        emulator.cxx()
-    except MissingPackageError as error:
-        pytest.skip(str(error))
-
-
-def cubin(
-    stage: Stage,
-    head_dim: int,
-    *,
-    causal: bool = False,
-    dtype: DType = "float16",
-    overrides: Mapping[str, int] | None = None,
-) -> Cubin:
-    return compiler.compile_stage(
-        compiler.Job(stage=stage, head_dim=head_dim, dtype=dtype, causal=causal, arch=ARCH, overrides=overrides)
-    )
 
 
 def chosen(stage: Stage, whole: bool) -> tuple[compiler.Job, ...]:
@@ -204,7 +182,7 @@ def test_tiles_that_do_not_fit_are_refused(stage: Stage) -> None:
         cubin(stage, 128, overrides={"PIPELINE_STAGES": 16})
 
 
-@pytest.mark.usefixtures("cxx")
+@needs_compiler
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
 @pytest.mark.parametrize("stage", HOPPER, ids=lambda stage: stage.id)
 def test_any_finite_scale(stage: Stage, scale: float) -> None:
@@ -216,7 +194,7 @@ def test_any_finite_scale(stage: Stage, scale: float) -> None:
     assert verdict.reason == ""
 
 
-@pytest.mark.usefixtures("cxx")
+@needs_compiler
 @pytest.mark.parametrize(
     "stage",
     [pytest.param(one, id=one.id, marks=() if one is LATE[-1] else pytest.mark.exhaustive) for one in LATE],
@@ -230,7 +208,7 @@ def test_heads_that_fill_no_section_are_worked_on_too(stage: Stage, mask: Mask) 
     assert check(found.out, found.lse, q, k, v, causal=mask == "causal", dtype="float16").reason == ""
 
 
-@pytest.mark.usefixtures("cxx")
+@needs_compiler
 @tiers
 @pytest.mark.parametrize("stage", RESTING, ids=lambda stage: stage.id)
 def test_lanes_stay_together_where_a_consumer_has_no_rows(stage: Stage, whole: bool) -> None:
@@ -248,7 +226,7 @@ def test_lanes_stay_together_where_a_consumer_has_no_rows(stage: Stage, whole: b
         assert check(found.out, found.lse, *given, causal=False, dtype="float16", oracle=oracle).reason == ""
 
 
-@pytest.mark.usefixtures("cxx")
+@needs_compiler
 @variants
 def test_scores_far_above_the_old_maximum_are_noticed(stage: Stage, head_dim: int, dtype: DType) -> None:
     """Tiles come from the last to the first: keys that grow towards the first let every speculation fail."""
@@ -275,7 +253,7 @@ FALLBACKS = [
 """Every head dim in both types, in one of them with aligned rows."""
 
 
-@pytest.mark.usefixtures("cxx")
+@needs_compiler
 @pytest.mark.parametrize(("head_dim", "dtype", "aligned"), FALLBACKS)
 def test_both_fallbacks_are_reached_at_every_head_dim(head_dim: int, dtype: DType, aligned: bool) -> None:
     """The last keys tell little; some before them are beyond what a reference moves by, one of the first is within."""
@@ -297,7 +275,7 @@ def test_both_fallbacks_are_reached_at_every_head_dim(head_dim: int, dtype: DTyp
         assert 0 < found.fallbacks.recomputed < found.fallbacks.renormalized
 
 
-@pytest.mark.usefixtures("cxx")
+@needs_compiler
 @pytest.mark.parametrize("sign", [1, -1], ids=["loud", "far below 0"])
 @variants
 def test_scores_that_need_a_maximum_get_one(stage: Stage, head_dim: int, dtype: DType, sign: int) -> None:
@@ -314,7 +292,7 @@ def test_scores_that_need_a_maximum_get_one(stage: Stage, head_dim: int, dtype: 
     assert check(np.asarray(result.out), result.lse, q, k, v, causal=causal, dtype=dtype).reason == ""
 
 
-@pytest.mark.usefixtures("cxx")
+@needs_compiler
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("stage", RESTING, ids=lambda stage: stage.id)
 def test_the_output_is_the_same_whoever_takes_which_work(stage: Stage, dtype: DType) -> None:
@@ -331,7 +309,7 @@ def test_the_output_is_the_same_whoever_takes_which_work(stage: Stage, dtype: DT
             assert (np.asarray(other.lse).view(np.uint32) == np.asarray(first.lse).view(np.uint32)).all()
 
 
-@pytest.mark.usefixtures("cxx")
+@needs_compiler
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("stage", HOPPER, ids=lambda stage: stage.id)
 def test_what_is_no_number_stays_none(stage: Stage, bad: float) -> None:
@@ -348,7 +326,7 @@ def test_what_is_no_number_stays_none(stage: Stage, bad: float) -> None:
     assert np.isnan(lse[0, 1][without]).all()
 
 
-@pytest.mark.usefixtures("cxx")
+@needs_compiler
 def test_tiles_by_threads_are_there_before_the_output_takes_their_place() -> None:
     """Where no row of a block sees a key, nothing waits for the block's Q but the end."""
     q, k, v = make_inputs(Problem(batch=1, q_heads=1, kv_heads=1, q_len=400, kv_len=16, head_dim=64), seed=0)
@@ -357,7 +335,7 @@ def test_tiles_by_threads_are_there_before_the_output_takes_their_place() -> Non
     assert check(np.asarray(found.out), found.lse, q, k, v, causal=True, dtype="float16").reason == ""
 
 
-@pytest.mark.usefixtures("cxx")
+@needs_compiler
 @pytest.mark.parametrize(("score", "value"), [(37.0, 1e21), (-37.0, 1e-20), (17.0, 1e21), (-17.0, 1e-20)])
 @pytest.mark.parametrize("stage", SPECULATIVE, ids=lambda stage: stage.id)
 def test_a_work_without_a_maximum_leaves_values_their_room(stage: Stage, score: float, value: float) -> None:
@@ -372,7 +350,7 @@ def test_a_work_without_a_maximum_leaves_values_their_room(stage: Stage, score: 
     assert np.asarray(found.lse) == pytest.approx(score + np.log(problem.kv_len), rel=1e-5)
 
 
-@pytest.mark.usefixtures("cxx")
+@needs_compiler
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("nats", [20.0, 60.0])
 @pytest.mark.parametrize("key", [0, 150])

@@ -47,7 +47,7 @@ def _lines() -> dict[str, list[dict[str, Any]]]:
     header = {name: base[name] for name in ("run", "time", "gpu", "source", "software")}
     case = {"shape": "1x1x8x64", "dtype": "float16", "mask": "full", "layout": "contiguous", "ok": {}}
     other = [{"stage": "00_naive", "status": "wrong", "reason": HOSTILE}]
-    compared = [checks.header_line(**header), {**case, "other": other}]
+    compared = [checks.Header(**header).line(), {**case, "other": other}]
     return {
         "tuning": [{**timed, "kind": "tuning", **stage}],
         "ablations": [{**timed, "kind": "ablation", "axis": "levers", "level": "as it is", **stage}],

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from markdown import markdown
 from pydantic import ValidationError
+from shared import cubin
 from synthetic import COMMIT, RUN, measurement, write_synthetic
 
-from flashlab.build import compiler, sass
+from flashlab.build import sass
 from flashlab.core.arithmetic import calculated
 from flashlab.core.errors import DamagedRecordError, FlashlabError, NoDataError, NoGpuError, ParameterError
 from flashlab.core.paths import DATA
@@ -247,7 +248,7 @@ def _records(data: Path, slug: str) -> Records:
 def test_a_stages_row_with_the_log_sum_exp_on_is_no_evidence(tmp_path: Path) -> None:
     plain = measurement("00_naive", FIRST).model_copy(update={"lse": False})
     _add(tmp_path, "runs", plain, plain.model_copy(update={"lse": True}), slug="nvidia-h200")
-    assert [row.record for row in Records("nvidia-h200", tmp_path).measurements] == [plain]
+    assert Records("nvidia-h200", tmp_path).measurements == [plain]
 
 
 def test_every_claim_has_an_entry_and_a_verdict(data: Path) -> None:
@@ -389,8 +390,8 @@ def test_a_single_call_is_wall_time(data: Path, tmp_path: Path) -> None:
 
 def test_the_difference_to_a_library_is_bounded_by_both_errors(data: Path) -> None:
     one = _one(data, "A16")
-    rows = [row for row in Records(HOME, data).measurements if row.problem == FIRST and row.record.verdict]
-    errors = {row.name: row.record.verdict.max_abs_error for row in rows if row.status == "ok"}
+    rows = [row for row in Records(HOME, data).measurements if row.problem == FIRST and row.verdict]
+    errors = {row.name: row.verdict.max_abs_error for row in rows if row.status == "ok"}
     stages = max(errors[name] for name in STAGES if name in errors)
     assert one.numbers[0].value == pytest.approx(stages + errors["sdpa"])
 
@@ -470,10 +471,8 @@ def test_the_machine_code_is_compiled_on_the_spot(data: Path) -> None:
 
 @pytest.mark.parametrize(("claim", "stage_id"), [("C01", "00_naive"), ("C02", "branch_free"), ("C03", "wmma_no_smem")])
 def test_branches_are_those_of_the_kernels_own_code(claim: str, stage_id: str, data: Path) -> None:
-    cubin = compiler.compile_stage(
-        compiler.Job(stage=get(stage_id), head_dim=64, dtype="float16", causal=False, arch="sm_90a")
-    )
-    every = sass.mix(cubin.code, cubin.entry)["branch_predicated"]
+    built = cubin(get(stage_id), 64)
+    every = sass.mix(built.code, built.entry)["branch_predicated"]
     one = _one(data, claim)
     assert one.numbers[0].value < every, "exits and slow paths are not counted"
     assert f"it has {every}" in one.reason, "and are told"

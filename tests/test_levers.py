@@ -139,13 +139,13 @@ def test_a_diff_is_applied_and_its_line_numbers_are_for_people(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        (SOURCE.replace("three", "THREE"), r"hunk at line 2: wanted 'three' in .*, got 'THREE' after 'two'"),
-        (SOURCE.replace("seven", "seven "), r"hunk at line 6: wanted 'seven' in .*, got 'seven ' after 'two'"),
-        ("one\n", r"hunk at line 2: wanted 'two' in .*, got 'one'"),
-        ("two\nthree\n", r"hunk at line 2: wanted '' in .*, got the end of the file after 'three'"),
-        ("", r"wanted 'two' in .*, got the end of the file"),
-        (SOURCE + SOURCE, r"hunk at line 2: wanted its 3 lines once in .*, got them 2 times"),
-        ("two\nseven\ntwo\nthree\n\n", r"hunk at line 6: wanted 'two' in .*, got the end of the file"),
+        (SOURCE.replace("three", "THREE"), r"hunk at line 2: wanted its 3 lines once in .*; it has no line 'three'\."),
+        (SOURCE.replace("seven", "seven "), r"hunk at line 6: wanted its 2 lines once in .*; it has no line 'seven'\."),
+        ("one\n", r"hunk at line 2: .*; it has no line 'two'; it has no line 'three'; it has no line ''\."),
+        ("two\nthree\n", r"hunk at line 2: .*; it has no line ''\."),
+        ("", r"hunk at line 2: .* got them 0 times; it has no line 'two'"),
+        (SOURCE + SOURCE, r"hunk at line 2: wanted its 3 lines once in .*, got them 2 times\."),
+        ("two\nseven\ntwo\nthree\n\n", r"hunk at line 6: .* below those of the hunk before, got them 0 times"),
     ],
 )
 def test_a_diff_that_does_not_fit_says_what_it_wanted_and_what_works(tmp_path: Path, source: str, said: str) -> None:
@@ -161,7 +161,7 @@ def test_a_diff_that_does_not_fit_says_what_it_wanted_and_what_works(tmp_path: P
     [
         ("-2,3 +2,3", "-2,4 +2,3", "wanted 4 lines before and 3 after, as it says, got 3 and 3"),
         (" two\n-three", "*two\n-three", "wanted 3 lines before and 3 after"),
-        ("@@ -2,3", "@ -2,3", "wanted a hunk"),
+        ("@@ -2,3", "@ -2,3", "wanted hunks"),
     ],
 )
 def test_a_damaged_diff_is_refused(tmp_path: Path, old: str, new: str, said: str) -> None:

@@ -8,15 +8,13 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 import pytest
-from shared import in_turn, tiers
+from shared import cubin, in_turn, needs_compiler, tiers
 
-from flashlab.build import compiler, sass
+from flashlab.build import sass
 from flashlab.build.compiler import Cubin
 from flashlab.build.sass import Instruction
-from flashlab.core.errors import MissingPackageError
 from flashlab.core.problem import DType, Mask, Problem
 from flashlab.kernels.registry import Stage, get
-from flashlab.run import emulator
 from flashlab.run.attention import emulate
 from flashlab.verify.oracle import make_inputs
 from flashlab.verify.verdict import check
@@ -34,19 +32,6 @@ OPTIONS: tuple[Mapping[str, int], ...] = (
 )
 
 every_stage = pytest.mark.parametrize("stage", [REGISTERS, SWIZZLE], ids=lambda stage: stage.id)
-
-
-def cubin(
-    stage: Stage,
-    head_dim: int,
-    *,
-    causal: bool = False,
-    dtype: DType = "float16",
-    overrides: Mapping[str, int] | None = None,
-) -> Cubin:
-    return compiler.compile_stage(
-        compiler.Job(stage=stage, head_dim=head_dim, dtype=dtype, causal=causal, arch=ARCH, overrides=overrides)
-    )
 
 
 def loop(built: Cubin) -> list[Instruction]:
@@ -124,15 +109,7 @@ def test_products_and_exponentials_alternate(whole: bool) -> None:
         assert longest_run(loop(built), "HMMA", "MUFU") <= 3 * products(built, 64) // steps
 
 
-@pytest.fixture(scope="module")
-def cxx() -> None:
-    try:
-        emulator.cxx()
-    except MissingPackageError as error:
-        pytest.skip(str(error))
-
-
-@pytest.mark.usefixtures("cxx")
+@needs_compiler
 @every_stage
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_shared_memory_has_no_bank_conflicts(stage: Stage, head_dim: int) -> None:
@@ -144,7 +121,7 @@ def test_shared_memory_has_no_bank_conflicts(stage: Stage, head_dim: int) -> Non
     assert report.findings == ()
 
 
-@pytest.mark.usefixtures("cxx")
+@needs_compiler
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
 @every_stage
 def test_any_finite_scale(stage: Stage, scale: float) -> None:
@@ -156,7 +133,7 @@ def test_any_finite_scale(stage: Stage, scale: float) -> None:
     assert (verdict.reason, found.report.findings) == ("", ())
 
 
-@pytest.mark.usefixtures("cxx")
+@needs_compiler
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()))
 @pytest.mark.parametrize(("q_len", "kv_len", "causal"), [(150, 333, False), (150, 333, True), (300, 130, True)])
 def test_every_option_gives_the_same_answer(options: Mapping[str, int], q_len: int, kv_len: int, causal: bool) -> None:
@@ -168,7 +145,7 @@ def test_every_option_gives_the_same_answer(options: Mapping[str, int], q_len: i
     assert (verdict.reason, found.report.findings) == ("", ())
 
 
-@pytest.mark.usefixtures("cxx")
+@needs_compiler
 def test_a_reference_that_lags_behind_the_maximum_is_caught_up() -> None:
     """Scores that grow from tile to tile by more than LAZY_RESCALE allows, and by less."""
     problem = Problem(batch=1, q_heads=1, kv_heads=1, q_len=128, kv_len=512, head_dim=64)

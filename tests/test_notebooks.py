@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
@@ -21,7 +21,7 @@ import nbformat
 import pytest
 from ahead import chosen
 from shared import OF_STAGES, REPORTED, tiers
-from synthetic import write_synthetic
+from synthetic import write_checks, write_synthetic
 
 from flashlab.core.errors import (
     MissingPackageError,
@@ -36,6 +36,8 @@ from flashlab.core.paths import DATA, KERNELS, NOTEBOOKS, ROOT, SITE
 from flashlab.core.problem import Problem, suite
 from flashlab.kernels.registry import CUDA_STAGES, STAGES
 from flashlab.record import store
+from flashlab.record.checks import CheckRow, EmulatorVerdict
+from flashlab.record.schema import Verdict
 from flashlab.run import emulator, gpu
 from flashlab.show import notebook, pages, saving, site, sweep, trial
 from flashlab.show.notebook import Lab, Outcome, read_outcome, settings
@@ -649,24 +651,16 @@ def test_counters_are_compared_where_some_are_on_record(tmp_path: Path) -> None:
 def test_chip_and_emulator_are_shown_where_they_are_on_record(data: Path, tmp_path: Path) -> None:
     assert settings(source="replay", data=data, out=tmp_path).beside_emulator() == ""
     write_synthetic(tmp_path / "data", problems=suite("first"))
-    verdict = {"passed": True, "reason": "", "max_abs_error": 1e-4, "max_abs_limit": 1e-3}
-    run = "20260102T030405Z-0123abc"
-    line = {
-        "run": run,
-        "gpu": {"name": "NVIDIA H200"},
-        "stage": "05_wmma",
-        "problem": asdict(Problem.parse("1x2x1x64")),
-        "status": "ok",
-        "emulator": {"status": "ok", "reason": "", "shape": "1x2x1x64", "verdict": verdict, "agreement": verdict},
-    }
+    verdict = Verdict(passed=True, reason="", max_abs_error=1e-4, max_abs_limit=1e-3)
+    asked = EmulatorVerdict(status="ok", reason="", shape="1x2x1x64", verdict=verdict, agreement=verdict)
+    problem = Problem.parse("1x2x1x64")
+    row = CheckRow(stage="05_wmma", problem=problem, status="ok", verdict=verdict, emulator=asked)
     folder = tmp_path / "data" / "nvidia-h200" / "checks"
-    folder.mkdir()
-    (folder / f"{run}.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    write_checks(folder / "20260102T030405Z-0123abc.jsonl", [row])
     lab = settings(source="replay", data=tmp_path / "data", out=tmp_path)
     assert "| `05_wmma` | 1 | 1 | 1 | 1 | 10.0 % |" in lab.beside_emulator()
     # A later comparison without the emulator does not hide it.
-    without = {key: value for key, value in line.items() if key != "emulator"}
-    (folder / "20260103T030405Z-0123abc.jsonl").write_text(json.dumps(without) + "\n", encoding="utf-8")
+    write_checks(folder / "20260103T030405Z-0123abc.jsonl", [replace(row, emulator=None)])
     assert "commit 0123abc" in lab.beside_emulator()
 
 

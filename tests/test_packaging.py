@@ -19,7 +19,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-from shared import tiers
+from shared import tiers, tracked
 
 import flashlab
 from flashlab.core.paths import ROOT
@@ -48,19 +48,6 @@ def pins() -> dict[str, Version]:
 def make_targets() -> list[str]:
     """Targets that `make help` lists."""
     return re.findall(r"^([a-z]+):.*## ", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
-
-
-def tracked() -> list[Path]:
-    """Files in git, new ones included."""
-    listed = subprocess.run(
-        ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if listed.returncode:
-        pytest.skip(f"not a git checkout: {listed.stderr.strip()}")
-    return [path for name in listed.stdout.split("\0") if name and (path := ROOT / name).is_file()]
 
 
 def test_every_requirement_is_pinned_at_a_version_it_allows() -> None:
@@ -309,7 +296,7 @@ def test_nothing_names_one_machine() -> None:
     """No home folder, checkout or package index of the machine a file was written on."""
     here = "|".join(re.escape(f"{folder}/") for folder in {ROOT, Path.home()} - {Path("/")})
     forbidden = re.compile(rf"{here}|/home/(?!ubuntu/)\w+/|index-url\s*=|extra-index")
-    for path in tracked():
+    for path in map(ROOT.joinpath, tracked()):
         try:
             text = path.read_text(encoding="utf-8")
         except UnicodeDecodeError:

@@ -87,7 +87,7 @@ def test_features_are_drawn_for_the_stages_that_take_them() -> None:
 def test_a_record_says_what_was_drawn() -> None:
     for case in random_cases(FEATURED, 50, seed=0):
         (line,) = checks._compared(checks.case_line([_failed(case)]))
-        assert Problem(**line["problem"]) == case.problem
+        assert line["problem"] == case.problem
     with pytest.raises(ParameterError, match="--random, which draws them itself"):
         kernels.check(["08_swizzle"], random=3, window="3:3", on="cpu")
 
@@ -163,7 +163,7 @@ def test_stages_pass_random_cases_on_the_cpu(whole: bool) -> None:
     assert len(found.rows) == sum(len(case.names) for case in drawn)
 
 
-def _on_record(slug: str, path: Path = DATA) -> tuple[dict[str, object], ...]:
+def _on_record(slug: str, path: Path = DATA) -> tuple[checks.Compared, ...]:
     found = select.checks(slug, path, "random")
     return next(iter(found.values())) if found else pytest.skip(f"no random comparisons of {slug} are on record")
 
@@ -171,6 +171,6 @@ def _on_record(slug: str, path: Path = DATA) -> tuple[dict[str, object], ...]:
 @pytest.mark.parametrize("slug", store.gpus() or ["none"])
 def test_what_is_on_record_passed(slug: str) -> None:
     lines = _on_record(slug)
-    assert [line for line in lines if line["status"] not in ("ok", "unsupported")] == []
-    assert len({(str(line["problem"]), line["layout"]) for line in lines}) >= 1000
+    assert [line for line in lines if line.status not in ("ok", "unsupported")] == []
+    assert len({(line.problem, line.layout) for line in lines}) >= 1000
     assert "random layouts" in tables.check_record(lines)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import measurement, write_synthetic
+from synthetic import measurement, write_checks, write_synthetic
 
 from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import KINDS
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import registry
 from flashlab.query import contests, select
-from flashlab.query.frame import frame
+from flashlab.query.rows import sessions
 from flashlab.record import schema, store
+from flashlab.record.checks import CheckRow
 from flashlab.show import tables
 
 FIRST = Problem.parse(FIRST_SHAPE)
@@ -174,8 +174,7 @@ def _timed(name: str, problem: Problem, run: str, time_us: float, **states: floa
 def _runs(tmp_path: Path, *ids: str) -> dict[str, str]:
     for run in ids:
         _write(tmp_path, run, measurement("00_naive", FIRST, run=run))
-    rows = frame(GPU, tmp_path)
-    return dict(zip(rows["run"], rows["session"], strict=True))
+    return sessions(GPU, tmp_path)
 
 
 def test_a_session_is_the_runs_of_one_commit_close_together(tmp_path: Path) -> None:
@@ -699,17 +698,15 @@ def test_there_is_no_ratio_without_data(tmp_path: Path) -> None:
 
 
 def test_the_newest_check_of_every_stage_is_found_though_a_later_run_checked_fewer(tmp_path: Path) -> None:
-    problem = asdict(Problem.parse("1x2x1x64"))
+    problem = Problem.parse("1x2x1x64")
     folder = tmp_path / "nvidia-h200" / "checks"
-    folder.mkdir(parents=True)
     for run, stages in (
         ("20260102T030405Z-0123abc", ("00_naive", "05_wmma")),
         ("20260103T030405Z-89abcde", ("05_wmma",)),
     ):
-        lines = [{"run": run, "stage": stage, "problem": problem, "status": "ok"} for stage in stages]
-        (folder / f"{run}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+        write_checks(folder / f"{run}.jsonl", (CheckRow(stage=one, problem=problem, status="ok") for one in stages))
     newest = select.newest_checks("nvidia-h200", tmp_path)
-    assert {stage: lines[0]["run"] for stage, lines in newest.items()} == {
+    assert {stage: lines[0].header.run for stage, lines in newest.items()} == {
         "00_naive": "20260102T030405Z-0123abc",
         "05_wmma": "20260103T030405Z-89abcde",
     }
@@ -718,10 +715,9 @@ def test_the_newest_check_of_every_stage_is_found_though_a_later_run_checked_few
 
 def test_a_later_check_of_a_few_problems_does_not_hide_a_whole_one(tmp_path: Path) -> None:
     folder = tmp_path / "nvidia-h200" / "checks"
-    folder.mkdir(parents=True)
     whole, later, fragment = "20260101T030405Z-0123abc", "20260102T030405Z-89abcde", "20260103T030405Z-4567abc"
     for run, count in ((whole, 10), (later, 6), (fragment, 4)):
-        problems = [asdict(Problem.parse(f"1x2x{length}x64")) for length in range(1, 1 + count)]
-        lines = [{"run": run, "stage": "05_wmma", "problem": problem, "status": "ok"} for problem in problems]
-        (folder / f"{run}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-    assert {line["run"] for line in select.newest_checks("nvidia-h200", tmp_path)["05_wmma"]} == {later}
+        problems = [Problem.parse(f"1x2x{length}x64") for length in range(1, 1 + count)]
+        rows = (CheckRow(stage="05_wmma", problem=problem, status="ok") for problem in problems)
+        write_checks(folder / f"{run}.jsonl", rows)
+    assert {line.header.run for line in select.newest_checks("nvidia-h200", tmp_path)["05_wmma"]} == {later}

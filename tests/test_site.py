@@ -6,7 +6,6 @@ import csv
 import dataclasses
 import gzip
 import hashlib
-import json
 import lzma
 import re
 import shutil
@@ -16,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from shared import without_variants
-from synthetic import MISSING_PEER_REASON, RUN, measurement, profile, write_partial, write_synthetic
+from synthetic import MISSING_PEER_REASON, RUN, measurement, profile, write_checks, write_partial, write_synthetic
 
 import flashlab
 from flashlab.core.errors import NoDataError, OutputError, ParameterError, ReportError
@@ -26,8 +25,9 @@ from flashlab.experiments import effects, levers
 from flashlab.experiments.effects import LEVER_NOT_MEASURED
 from flashlab.kernels.registry import STAGES
 from flashlab.query import contests, select
-from flashlab.query.frame import headline
+from flashlab.query.rows import headline
 from flashlab.record import schema, store
+from flashlab.record.checks import CheckRow
 from flashlab.record.schema import Status
 from flashlab.show import pages as content
 from flashlab.show import site, tables
@@ -340,25 +340,20 @@ def test_what_was_not_measured_is_said(pages: Path) -> None:
 
 def test_method_counts_the_comparisons_on_record(tmp_path: Path) -> None:
     write_synthetic(tmp_path / "data", problems=[Problem.parse(FIRST_SHAPE)])
-    line = {
-        "gpu": {"name": "NVIDIA H200"},
-        "time": "2026-01-02T03:04:05Z",
-        "problem": dataclasses.asdict(Problem.parse(FIRST_SHAPE)),
-        "status": "ok",
-        "reason": "",
-        "verdict": None,
-    }
-    lines = [line | {"stage": stage, "layout": layout} for stage in STAGES for layout in ("contiguous", "padded")]
-    lines[-1] |= {"status": "wrong", "reason": "made up"}
-    path = tmp_path / "data" / "nvidia-h200" / "checks" / f"{RUN}.jsonl"
-    path.parent.mkdir()
-    path.write_text("".join(json.dumps(x) + "\n" for x in lines), encoding="utf-8")
+    first = Problem.parse(FIRST_SHAPE)
+    lines = [
+        CheckRow(stage=stage, problem=first, layout=layout, status="ok")
+        for stage in STAGES
+        for layout in ("contiguous", "padded")
+    ]
+    lines[-1] = dataclasses.replace(lines[-1], status="wrong", reason="made up")
+    path = write_checks(tmp_path / "data" / "nvidia-h200" / "checks" / f"{RUN}.jsonl", lines)
     out = content.Output(root=tmp_path / "generated")
     later = path.with_name("20260109T030405Z-0123abc.jsonl")  # of one stage
-    later.write_text(json.dumps(lines[-1] | {"reason": "fails since"}) + "\n", encoding="utf-8")
+    write_checks(later, [dataclasses.replace(lines[-1], reason="fails since")])
     content.check_records(out, select.load_all(tmp_path / "data"), tmp_path / "data")
     text = (out.root / "snippets" / "checks.md").read_text(encoding="utf-8")
-    assert f"1 of `{lines[-1]['stage']}`, such as {Problem.parse(FIRST_SHAPE).label}: made up." in text
+    assert f"1 of `{lines[-1].stage}`, such as {Problem.parse(FIRST_SHAPE).label}: made up." in text
     assert "1 comparisons of 1 stage, " in text
     assert "fails since" in text
     assert f"{len(lines)} comparisons of {len(STAGES)} stages, over 1 problems" in text

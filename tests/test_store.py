@@ -22,7 +22,7 @@ from flashlab.core.errors import DamagedRecordError, NoDataError
 from flashlab.core.paths import DATA, slug
 from flashlab.core.problem import Problem
 from flashlab.query import contests, select
-from flashlab.query.frame import headline
+from flashlab.query.rows import headline
 from flashlab.record import schema, store
 from flashlab.record.schema import (
     Ceiling,
@@ -653,6 +653,7 @@ def test_no_repair_makes_a_falsified_file_sound(data: Path, harm: str) -> None:
 # --- Whoever means to deceive -----------------------------------------------------------------------------------------
 
 FUTURE = "20990101T000000Z-0123abc"
+NO_DAY = "20261399T000000Z-0123abc"
 HOPPER = GPU.model_copy(update={"compute_capability": (9, 0), "sm_count": 132, "max_sm_clock_mhz": 1980.0})
 LARGE = Problem.parse("16x16x2048x64")
 TAKEN = (31.25, 31.5, 30.75, 32.0, 31.0)
@@ -684,6 +685,11 @@ def _copy_run(folder: Path) -> None:
 
 def _named_ahead(folder: Path) -> None:
     _append(folder, measurement(run=FUTURE), FUTURE)
+
+
+def _named_by_no_day(folder: Path) -> None:
+    line = to_line(measurement(samples=(samples(*TAKEN),))).replace(EARLY, NO_DAY)
+    _path(folder, NO_DAY).write_text(line, encoding="utf-8")
 
 
 def _too_fast(folder: Path) -> None:
@@ -737,6 +743,7 @@ def test_what_multiplies_fp8_may_pass_the_peak_of_16_bits(data: Path, name: str,
         (_double_line, f"runs/{EARLY}.jsonl:4", f"the samples of runs/{EARLY}.jsonl:3 again"),
         (_copy_run, f"runs/{FUTURE}.jsonl:1", "time: 2099-01-01T00:00:00Z is in the future"),
         (_named_ahead, f"runs/{FUTURE}.jsonl:1", "run: 20990101T000000Z is in the future"),
+        (_named_by_no_day, f"runs/{NO_DAY}.jsonl:1", "stage.run: Value error, month must be in 1..12"),
         (_too_fast, f"runs/{EARLY}.jsonl:3", "2749 TFLOP/s, above the 1071 that its GPU can reach"),
         (_too_high_a_ceiling, f"runs/{EARLY}.jsonl:3", "1100 TFLOP/s, above the 1071"),
         (_of_another_gpu, f"runs/{EARLY}.jsonl:3", "gpu: of other-gpu"),

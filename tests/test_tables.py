@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 from shared import read_run
-from synthetic import RUN, measurement, profile, write_synthetic
+from synthetic import RUN, checks_header, measurement, profile, write_synthetic
 
 from flashlab.build.symbols import Frame
 from flashlab.core.errors import NoDataError
@@ -17,8 +17,8 @@ from flashlab.kernels import registry
 from flashlab.query import predictions, roofline, select
 from flashlab.query.contests import Accuracy, AgainstPeers, Contest
 from flashlab.record import store
-from flashlab.record.checks import CheckRow
-from flashlab.record.schema import StageCounters, Start, cycles_per_score
+from flashlab.record.checks import CheckRow, Compared, EmulatorVerdict
+from flashlab.record.schema import StageCounters, Start, Status, Verdict, cycles_per_score
 from flashlab.run.emulator import Actor, Counter, Finding, Place, Report
 from flashlab.show import tables, trial
 from flashlab.show.tables import table as table_of
@@ -393,21 +393,19 @@ def test_runs_on_the_cpu_are_summed_up_a_stage() -> None:
 
 
 def test_chip_and_emulator_that_disagree_are_named() -> None:
-    passed = {"passed": True, "reason": "", "max_abs_error": 1e-4, "max_abs_limit": 1e-3}
-    apart = {"passed": False, "reason": "max abs error", "max_abs_error": 2e-3, "max_abs_limit": 1e-3}
-    crashed = {"status": "crashed", "reason": "deadlock", "shape": "1x2x1x64", "verdict": None, "agreement": None}
+    passed = Verdict(passed=True, reason="", max_abs_error=1e-4, max_abs_limit=1e-3)
+    apart = Verdict(passed=False, reason="max abs error", max_abs_error=2e-3, max_abs_limit=1e-3)
+    asked = (
+        ("05_wmma", EmulatorVerdict(status="ok", reason="", shape="a", verdict=passed, agreement=passed)),
+        ("05_wmma", EmulatorVerdict(status="wrong", reason="apart", shape="b", verdict=passed, agreement=apart)),
+        (
+            "06_cp_async",
+            EmulatorVerdict(status="crashed", reason="deadlock", shape="1x2x1x64", verdict=None, agreement=None),
+        ),
+    )
+    header = checks_header()
     lines = [
-        {
-            "stage": "05_wmma",
-            "status": "ok",
-            "emulator": {"status": "ok", "reason": "", "shape": "a", "verdict": passed, "agreement": passed},
-        },
-        {
-            "stage": "05_wmma",
-            "status": "ok",
-            "emulator": {"status": "wrong", "reason": "apart", "shape": "b", "verdict": passed, "agreement": apart},
-        },
-        {"stage": "06_cp_async", "status": "ok", "emulator": crashed},
+        Compared(stage=stage, problem=FIRST, status="ok", emulator=emulator, header=header) for stage, emulator in asked
     ]
     table = trial.agreement(lines)
     assert "| `05_wmma` | 2 | 2 | 2 | 1 | 200 % |" in table
@@ -417,8 +415,9 @@ def test_chip_and_emulator_that_disagree_are_named() -> None:
 
 
 def test_every_stage_has_its_newest_check_with_run_and_commit() -> None:
-    def line(run: str, status: str = "ok") -> dict[str, object]:
-        return {"run": run, "status": status, "reason": "" if status == "ok" else "made up"}
+    def line(run: str, status: Status = "ok") -> Compared:
+        reason = "" if status == "ok" else "made up"
+        return Compared(stage="", problem=FIRST, status=status, reason=reason, header=checks_header(run))
 
     lengths = {"00_naive": (line("20260102T030405Z-0123abc"), line("20260102T030405Z-0123abc", "wrong"))}
     drawn = {"05_wmma": (line("20260103T030405Z-89abcde"), line("20260103T030405Z-89abcde", "unsupported"))}

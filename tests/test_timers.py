@@ -411,9 +411,17 @@ BOOTS = (
 )
 
 
-def test_spread_between_starts_takes_the_newest_row_of_each() -> None:
+def spreads(folder: Path, *rows: schema.Measurement) -> tuple[timer_tables.Spread, ...]:
+    """Those of a GPU that has these rows on record, and no others."""
+    (folder / GPU / "runs").mkdir(parents=True)
+    for row in rows:
+        store.append(folder / GPU / "runs" / f"{row.run}.jsonl", row)
+    return timer_tables.spreads(GPU, folder)
+
+
+def test_spread_between_starts_takes_the_newest_row_of_each(tmp_path: Path) -> None:
     rows = [started("16_ones_column", at, boot, slower, run=run) for run, at, boot, slower in BOOTS]
-    (found,) = timer_tables.spreads(rows)
+    (found,) = spreads(tmp_path, *rows)
     assert [row.run for row in found] == [BOOTS[0][0], BOOTS[1][0], BOOTS[3][0]]
     of_starts = timer_tables.samples(found)
     assert timer_tables.between_percent([one.median_us for one in of_starts]) == pytest.approx(3.0)
@@ -421,18 +429,18 @@ def test_spread_between_starts_takes_the_newest_row_of_each() -> None:
     assert timer_tables.between_percent([1.0, None]) is None
 
 
-def test_other_code_and_rows_without_a_start_do_not_count() -> None:
+def test_other_code_and_rows_without_a_start_do_not_count(tmp_path: Path) -> None:
     rows = [started("16_ones_column", at, boot, slower, run=run) for run, at, boot, slower in BOOTS]
     cubin = rows[1].cubin
     assert cubin is not None
     other = rows[1].model_copy(update={"cubin": cubin.model_copy(update={"sha256": "f" * 64})})
-    assert [len(found) for found in timer_tables.spreads([rows[0], other, rows[3]])] == [2]
+    assert [len(found) for found in spreads(tmp_path / "code", rows[0], other, rows[3])] == [2]
     unknown = rows[1].model_copy(update={"start": None})
-    assert [len(found) for found in timer_tables.spreads([rows[0], unknown, rows[3]])] == [2]
+    assert [len(found) for found in spreads(tmp_path / "start", rows[0], unknown, rows[3])] == [2]
     peer = [started("sdpa", at, boot, slower, run=run) for run, at, boot, slower in BOOTS]
     newer = [row.model_copy(update={"software": {"torch": "3"}}) for row in peer[1:]]
-    assert [len(found) for found in timer_tables.spreads([peer[0], *newer])] == [2]
-    assert timer_tables.spreads([*rows[2:]]) == ()
+    assert [len(found) for found in spreads(tmp_path / "library", peer[0], *newer)] == [2]
+    assert spreads(tmp_path / "once", *rows[2:]) == ()
 
 
 def test_this_machine_tells_its_start(tmp_path: Path) -> None:

@@ -10,23 +10,15 @@ from typing import Any
 
 import pytest
 import shared
+from shared import needs_compiler
 
 import flashlab
 from flashlab.core import errors
-from flashlab.run import emulator
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
 import flashlab.torch  # noqa: E402 - needs torch
 
 STAGE = "01_coalesced"  # compiles fastest
-
-
-@pytest.fixture
-def compiler_here() -> None:
-    try:
-        emulator.cxx()
-    except errors.MissingPackageError as error:
-        pytest.skip(str(error))
 
 
 def qkv(q_len: int = 40, kv_len: int = 50, dtype: Any = torch.float16) -> tuple[Any, Any, Any]:
@@ -46,7 +38,7 @@ def test_without_torch_the_error_says_what_installs_it() -> None:
     assert "pip install 'flashlab[gpu]'" in done.stdout
 
 
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 @pytest.mark.parametrize("operator", ["attention", "attention_lse"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_opcheck(operator: str, causal: bool) -> None:
@@ -57,7 +49,7 @@ def test_opcheck(operator: str, causal: bool) -> None:
     assert set(checked.values()) == {"SUCCESS"}
 
 
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 @pytest.mark.parametrize(("dtype", "stage"), [(torch.float16, STAGE), (torch.bfloat16, "06_cp_async")])
 def test_the_operator_is_the_public_call(dtype: Any, stage: str) -> None:
     q, k, v = qkv(dtype=dtype)
@@ -68,7 +60,7 @@ def test_the_operator_is_the_public_call(dtype: Any, stage: str) -> None:
     assert torch.equal(out, torch.ops.flashlab.attention(q, k, v, causal=True, scale=0.2, stage=stage))
 
 
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_whole_without_a_warning_and_for_any_length(backend: str) -> None:
     def double(q: Any, k: Any, v: Any) -> Any:
@@ -83,7 +75,7 @@ def test_compiled_whole_without_a_warning_and_for_any_length(backend: str) -> No
             assert torch.equal(got, wanted)
 
 
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 def test_a_cache_in_pages_is_an_operator_too() -> None:
     q, *pools = (torch.randn(shape).half() for shape in ((2, 4, 1, 64), (5, 2, 16, 64), (5, 2, 16, 64)))
     table, lengths = torch.tensor([[3, 0], [1, 4]], dtype=torch.int32), torch.tensor([20, 7], dtype=torch.int32)
@@ -101,7 +93,7 @@ def test_a_cache_in_pages_is_an_operator_too() -> None:
         torch.ops.flashlab.paged_attention(q.requires_grad_(), *call[1:])
 
 
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 def test_gradients_are_refused_with_what_works() -> None:
     q, k, v = qkv()
     k.requires_grad_()
@@ -160,7 +152,7 @@ PAGED = [torch.zeros(shape, dtype=torch.float16) for shape in ((5, 2, 16, 64), (
 PAGED += [torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)]
 
 
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's own, where it loads jvp
 @pytest.mark.parametrize("way", _lost(None, None))
 @pytest.mark.parametrize(
@@ -179,7 +171,7 @@ def test_derivatives_of_torch_func_are_refused(call: Any, x: Any, way: str) -> N
         _lost(call, x)[way]()
 
 
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 def test_what_wants_no_derivative_works_under_torch_func() -> None:
     q, k, v = qkv()
     out = flashlab.torch.attention(q, k, v, stage=STAGE)
@@ -225,7 +217,7 @@ IDS = torch.randint(1, 128, (2, 19), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 @pytest.mark.filterwarnings("default")  # those of transformers
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
 def test_a_model_says_the_same_as_with_sdpa(llama: Any, dtype: Any, tolerance: float) -> None:
@@ -245,7 +237,7 @@ def test_a_model_says_the_same_as_with_sdpa(llama: Any, dtype: Any, tolerance: f
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("kind", shared.WINDOWED_MODELS)
 def test_a_model_with_windows_says_the_same_as_eager(kind: str) -> None:
@@ -266,7 +258,7 @@ def test_a_model_with_windows_says_the_same_as_eager(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("kind", ["Llama", *shared.WINDOWED_MODELS])
 @pytest.mark.parametrize("use_cache", [False, True])
@@ -292,7 +284,7 @@ def test_packed_sequences_are_apart_from_each_other(kind: str, use_cache: bool) 
         assert float((logits - wanted).abs().max()) <= 4e-3 * scale
 
 
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_attention_has_the_bits_of_each_sequence(causal: bool) -> None:
     q, k, v = (x[:1] for x in qkv(40, 40))
@@ -307,7 +299,7 @@ def test_packed_attention_has_the_bits_of_each_sequence(causal: bool) -> None:
         assert torch.equal(out[:, first:end], alone)
 
 
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_layers_window_counts_the_querys_own_key(causal: bool) -> None:
     q, k, v = qkv(40, 40)
@@ -321,7 +313,7 @@ def test_a_layers_window_counts_the_querys_own_key(causal: bool) -> None:
     torch.testing.assert_close(out.transpose(1, 2).float(), wanted, atol=4e-3, rtol=4e-3)
 
 
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 def test_windows_and_soft_caps_pass_through_the_operator() -> None:
     q, k, v = qkv()
     call = (q, k, v, True, 0.2, "08_swizzle", [7, -1], 3.0)
@@ -336,7 +328,7 @@ def test_windows_and_soft_caps_pass_through_the_operator() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("compiler_here")
+@needs_compiler
 @pytest.mark.filterwarnings("default")
 def test_a_later_part_of_a_prompt_is_aligned_with_its_end(llama: Any) -> None:
     """The second half of a prompt, with the first in the cache, where torch's SDPA needs a mask."""

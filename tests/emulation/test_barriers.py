@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from emulation import kernel_file
-from shared import source_file
+from shared import needs_compiler, source_file
 
-from flashlab.core.errors import EmulationError, MissingPackageError
+from flashlab.core.errors import EmulationError
 from flashlab.core.paths import ROOT
 from flashlab.run import emulator
 
@@ -15,12 +15,7 @@ CONFORMANCE = ROOT / "tests/emulation/conformance"
 SCHEDULES = ("ascending", "descending", "seeded:7")
 
 
-@pytest.fixture(autouse=True)
-def _compiler() -> None:
-    try:
-        emulator.cxx()
-    except MissingPackageError as error:
-        pytest.skip(str(error))
+pytestmark = needs_compiler
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

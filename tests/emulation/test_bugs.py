@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from ahead import ahead, chosen
 from emulation import kernel_file
+from shared import NO_COMPILER
 
-from flashlab.core.errors import MissingPackageError
 from flashlab.core.paths import ROOT
 from flashlab.run import emulator
 from flashlab.run.emulator import Emulated, Finding, Place, Report
@@ -41,10 +41,8 @@ every_bug = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def builds(request: pytest.FixtureRequest) -> Iterator[Mapping[tuple[str, bool], Future[Emulated]]]:
     """Both variants of every file, by name and whether it is the wrong one."""
-    try:
-        emulator.cxx()
-    except MissingPackageError as error:
-        pytest.skip(str(error))
+    if NO_COMPILER:
+        pytest.skip(NO_COMPILER)
 
     def build(path: Path, wrong: bool) -> Emulated:
         hooks = not wrong or kernel_file.read(path).facts["needs"] == "hooks"

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from shared import needs_compiler
 
-from flashlab.core.errors import MissingPackageError
 from flashlab.core.paths import DATA
 from flashlab.record import store
 from flashlab.record.schema import StageCounters
-from flashlab.run import emulator
 from flashlab.show import trial
 
 FILES = sorted(DATA.glob("*/counters/*.jsonl"))
@@ -17,10 +16,7 @@ EQUAL = ("00_naive", "01_coalesced", "02_half2", "03_warp_rows", "04_wmma_qk")
 takes a store apart; what it leaves alone is compared."""
 LEFT_ALONE = ("global loads", "shared stores", "ldmatrix")
 
-try:
-    emulator.cxx()
-except MissingPackageError as error:
-    pytest.skip(str(error), allow_module_level=True)
+pytestmark = needs_compiler
 
 
 @pytest.mark.skipif(not FILES, reason="no GPU's counters are recorded")

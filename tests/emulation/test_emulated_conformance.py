@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from ahead import ahead
 from emulation import kernel_file
+from shared import NO_COMPILER
 
-from flashlab.core.errors import MissingPackageError
 from flashlab.core.paths import ROOT
 from flashlab.run import emulator
 from flashlab.run.emulator import Emulated
@@ -22,10 +22,8 @@ FILES = sorted((ROOT / "tests/emulation/conformance").glob("*.cu"))
 
 @pytest.fixture(scope="module")
 def builds() -> Iterator[Mapping[str, Future[Emulated]]]:
-    try:
-        emulator.cxx()
-    except MissingPackageError as error:
-        pytest.skip(str(error))
+    if NO_COMPILER:
+        pytest.skip(NO_COMPILER)
     with ahead({path.stem: partial(emulator.build_file, path, entry=path.stem) for path in FILES}) as found:
         yield found
 

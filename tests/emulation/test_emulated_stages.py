@@ -8,11 +8,9 @@ head dim and the largest, which differ in type and mask too, and in schedule. In
 from __future__ import annotations
 
 import pytest
-from shared import in_turn, parts_of
+from shared import in_turn, needs_compiler, parts_of
 
-from flashlab.core.errors import MissingPackageError
 from flashlab.kernels.registry import CUDA_STAGES, DEAD_ENDS, get
-from flashlab.run import emulator
 from flashlab.verify import cases, on_cpu
 
 STAGES = (*CUDA_STAGES, *(stage_id for stage_id, stage in DEAD_ENDS.items() if not stage.defect and not stage.kernel))
@@ -21,10 +19,7 @@ SCHEDULES = ("ascending", "descending", "seeded:7")
 """Each takes a third of the lengths, from the shortest to the longest, and of those each element type its share."""
 LENGTHS = sorted(cases.HOSTILE, key=lambda pair: pair[0] * pair[1])
 
-try:
-    emulator.cxx()
-except MissingPackageError as error:
-    pytest.skip(str(error), allow_module_level=True)
+pytestmark = needs_compiler
 
 
 @parts_of(CUDA_STAGES, STAGES)

@@ -8,12 +8,10 @@ from functools import partial
 
 import pytest
 from ahead import ahead, chosen
-from shared import source_file
+from shared import NO_COMPILER, source_file
 from wrong.cuda import MISTAKES, Mistake
 
-from flashlab.core.errors import MissingPackageError
 from flashlab.kernels import registry
-from flashlab.run import emulator
 from flashlab.verify import cases, on_cpu
 
 HEAD_DIM = 64
@@ -29,10 +27,8 @@ def _which(mistake: Mistake) -> dict[str, tuple[str, ...] | tuple[int, ...]]:
 @pytest.fixture(scope="module")
 def found(request: pytest.FixtureRequest) -> Iterator[Mapping[str, Future[on_cpu.CheckRun]]]:
     """What the check said of each."""
-    try:
-        emulator.cxx()
-    except MissingPackageError as error:
-        pytest.skip(str(error))
+    if NO_COMPILER:
+        pytest.skip(NO_COMPILER)
 
     def run(mistake: Mistake) -> on_cpu.CheckRun:
         source = source_file(f"{mistake.label}.cu", mistake.source())

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from shared import needs_compiler
 
 from flashlab import emulate
 from flashlab.build.compiler import Variant
-from flashlab.core.errors import MissingPackageError
 from flashlab.core.paths import KERNELS
 from flashlab.core.problem import Problem
 from flashlab.kernels.registry import get
@@ -26,10 +26,7 @@ STAGE = "06_cp_async"
 PROBLEM = Problem.parse("1x2x33x64", mask="causal")
 AARCH64 = ("aarch64-linux-gnu-g++", "qemu-aarch64")
 
-try:
-    emulator.cxx()
-except MissingPackageError as error:
-    pytest.skip(str(error), allow_module_level=True)
+pytestmark = needs_compiler
 
 
 def passes(*, schedule: str = "ascending", races: bool = False) -> str:

@@ -44,6 +44,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         items[index] = item
 
 
+@pytest.fixture(scope="session")
+def torch() -> Any:
+    return pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
+
+
+@pytest.fixture(scope="session")
+def cupy() -> Any:
+    return pytest.importorskip("cupy", reason="needs CuPy: pip install 'flashlab[gpu]'")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
     wanted = {

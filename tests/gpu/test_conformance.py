@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from emulation import kernel_file, on_gpu, sm90_cases
+from shared import NO_COMPILER
 
 from flashlab.build import compiler
-from flashlab.core.errors import MissingPackageError
 from flashlab.core.paths import ROOT
 from flashlab.kernels.registry import capability
 from flashlab.run import emulator, gpu
@@ -32,10 +32,8 @@ CASES = sm90_cases.all_cases()
 @pytest.fixture(scope="module")
 def builds() -> Iterator[dict[Path, Future[Emulated]]]:
     """Every file for the CPU, compiled on all cores; their machine code for the GPU goes to the cache meanwhile."""
-    try:
-        emulator.cxx()
-    except MissingPackageError as error:
-        pytest.skip(str(error))
+    if NO_COMPILER:
+        pytest.skip(NO_COMPILER)
     pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
     arch = gpu.info(0).arch
     assert arch is not None

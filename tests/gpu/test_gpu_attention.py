@@ -32,16 +32,6 @@ from flashlab.verify.oracle import make_inputs
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
 
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    return pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
-
-
-@pytest.fixture(scope="module")
-def cupy() -> Any:
-    return pytest.importorskip("cupy", reason="needs CuPy: pip install 'flashlab[gpu]'")
-
-
 ASIDE = {"checked": lambda _: check.check_stages(record=False)}
 
 

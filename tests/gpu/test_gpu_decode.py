@@ -45,11 +45,6 @@ SHAPES = ((4, 32, 8, 1, 4096, 128), (1, 32, 8, 1, 8192, 128), (3, 8, 1, 4, 777, 
 every_stage = pytest.mark.parametrize("stage", DECODE.values(), ids=DECODE)
 
 
-@pytest.fixture(scope="module")
-def torch() -> Any:
-    return pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
-
-
 def _able(stage: Stage) -> Stage:
     if gpu.info().arch not in stage.archs or stage.by_name_only:
         pytest.skip(f"needs {stage.needs}, and arrays as flashlab.attention takes them")

@@ -40,16 +40,6 @@ ASIDE: Mapping[str, Callable[[Path], Any]] = {
 
 
 @pytest.fixture(scope="module")
-def torch() -> Any:
-    return pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
-
-
-@pytest.fixture(scope="module")
-def cupy() -> Any:
-    return pytest.importorskip("cupy", reason="needs CuPy: pip install 'flashlab[gpu]'")
-
-
-@pytest.fixture(scope="module")
 def own_cases(aside: Callable[[str], CheckRun]) -> CheckRun:
     return aside("own_cases")
 

@@ -118,7 +118,7 @@ def bench(
 
 def _show_run(path: Path, as_json: bool) -> None:
     """The rows of a run; an error where one has no time and might have one."""
-    from flashlab.query.frame import headline
+    from flashlab.query.rows import headline
     from flashlab.record import schema, store
 
     rows = sorted(store.read(path, schema.Measurement)[0], key=lambda row: row.with_lse)

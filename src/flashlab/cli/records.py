@@ -66,7 +66,7 @@ def results(
     Where the ladder was not measured at what is asked for, what was: decoding, dead ends, windows and soft caps.
     """
     from flashlab.query import select
-    from flashlab.query.frame import headline
+    from flashlab.query.rows import headline
     from flashlab.record import store
 
     others = {"regime": regime, "cache": cache, "window": window, "softcap": softcap or None}

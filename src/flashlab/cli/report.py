@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from flashlab.cli import options as opt
 from flashlab.cli.output import answer, live, say
-from flashlab.core.errors import NoGpuError, ParameterError, ReportError
+from flashlab.core.errors import NoGpuError, ReportError
 from flashlab.core.paths import BUILD, DATA, require_checkout
 
 Plan = Sequence[Mapping[str, Any]]
@@ -26,12 +25,6 @@ COLUMNS = {
     "parameters": lambda row: {name: value for name, value in row["parameters"].items() if name != "source"},
     **{name: name for name in ("gpu", "state", "minutes", "cost", "why")},
 }
-
-
-class Action(StrEnum):
-    """What `flashlab sweep` does."""
-
-    PLAN, RUN, STATUS, RESUME, COLLECT = "plan", "run", "status", "resume", "collect"
 
 
 def report(
@@ -91,11 +84,9 @@ def _needed(planned: Plan, gpus: int = 1) -> str:
 
 def sweep(
     action: Annotated[
-        Action, typer.Argument(help="plan and status list the cells; run and resume run what is not done.")
+        Literal["plan", "run", "status", "resume"],
+        typer.Argument(help="plan and status list the cells; run and resume run what is not done."),
     ],
-    folders: Annotated[
-        list[Path] | None, typer.Argument(metavar="[DIR]...", help="collect: data folders of other machines.")
-    ] = None,
     *,
     file: Annotated[Path | None, typer.Option(help="TOML; notebooks/cells.toml if not given.")] = None,
     cells: Annotated[str, typer.Option("--set", help="Which set of the file's cells.")] = "full",
@@ -115,15 +106,6 @@ def sweep(
     from flashlab.show import sweep as module
 
     require_checkout("its notebooks")
-    if action == Action.COLLECT:
-        from flashlab.cli.records import collect
-
-        if not folders:
-            raise ParameterError("collect: wanted data folders of other machines after it, got none")
-        collect(folders, data=data, as_json=as_json)
-        return
-    if folders:
-        raise ParameterError(f"wanted no folders after {action}, got {', '.join(map(str, folders))}")
     file = (file or module.CELLS).resolve()
     data, out = data.resolve(), out.resolve()
     with contextlib.ExitStack() as stack:
@@ -137,12 +119,13 @@ def sweep(
                 f"or with records: {', '.join(sorted(known)) or 'none yet'}"
             )
         planned = module.planned(chosen, out, data)
-        if action in (Action.PLAN, Action.STATUS):
+        needed = _needed(planned, sum(available.values()) if connected else 1)
+        if action in ("plan", "status"):
             answer(planned, COLUMNS, as_json=as_json)
-            say(_needed(planned, sum(available.values()) if connected else 1))
+            say(needed)
             return
         module.place(chosen, available)
-        say(_needed(planned, sum(available.values()) if connected else 1))
+        say(needed)
         with live() as follow:
             ended = module.run(
                 chosen, out, data, timeout_s=timeout, ray=connected, available=available, say=say, live=follow

@@ -16,7 +16,7 @@ import ctypes
 import importlib
 import math
 from collections.abc import Mapping
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -238,13 +238,6 @@ def _call(function: str, *arguments: Any) -> None:
         raise LaunchError(f"{function}: {text} ({status})")
 
 
-def _made(function: str, *arguments: Any) -> ctypes.c_void_p:
-    """What a function that creates something hands out through its first argument."""
-    made = ctypes.c_void_p()
-    _call(function, ctypes.byref(made), *arguments)
-    return made
-
-
 def _set(function: str, target: Any, attribute: int, value: ctypes._SimpleCData[Any]) -> None:
     _call(function, target, attribute, ctypes.byref(value), ctypes.c_size_t(ctypes.sizeof(value)))
 
@@ -253,30 +246,23 @@ class Matmul:
     """A GEMM described to cuBLASLt on the current device, with an algorithm chosen and a handle of its own."""
 
     def __init__(self, gemm: Gemm) -> None:
-        self._made: list[tuple[str, ctypes.c_void_p]] = []
-        try:
-            self._handle = self._keep("", _made("cublasLtCreate"))
+        with ExitStack() as self._made:
+            self._handle = self._new("")
             self._describe(gemm)
             self.algorithm = self._choose(gemm)
-        except BaseException:
-            self.close()
-            raise
+            self.close = self._made.pop_all().close
+            """Gives its descriptions and its handle back."""
 
-    def _keep(self, kind: str, made: ctypes.c_void_p) -> ctypes.c_void_p:
-        self._made.append((f"cublasLt{kind}Destroy", made))
+    def _new(self, kind: str, *arguments: Any) -> ctypes.c_void_p:
+        """What cuBLASLt creates of a kind, and hands out through its first argument."""
+        made = ctypes.c_void_p()
+        _call(f"cublasLt{kind}Create", ctypes.byref(made), *arguments)
+        self._made.callback(_call, f"cublasLt{kind}Destroy", made)
         return made
 
     def _layout(self, matrix: Matrix, count: int) -> ctypes.c_void_p:
-        layout = self._keep(
-            "MatrixLayout",
-            _made(
-                "cublasLtMatrixLayoutCreate",
-                _DATA_TYPES[matrix.dtype],
-                ctypes.c_uint64(matrix.rows),
-                ctypes.c_uint64(matrix.columns),
-                ctypes.c_int64(matrix.pitch),
-            ),
-        )
+        shape = (ctypes.c_uint64(matrix.rows), ctypes.c_uint64(matrix.columns), ctypes.c_int64(matrix.pitch))
+        layout = self._new("MatrixLayout", _DATA_TYPES[matrix.dtype], *shape)
         if count > 1:
             set_layout = "cublasLtMatrixLayoutSetAttribute"
             _set(set_layout, layout, _LAYOUT_BATCH_COUNT, ctypes.c_int32(count))
@@ -285,12 +271,12 @@ class Matmul:
 
     def _describe(self, gemm: Gemm) -> None:
         self._alpha, self._beta = ctypes.c_float(gemm.alpha), ctypes.c_float(0.0)
-        self._operation = self._keep("MatmulDesc", _made("cublasLtMatmulDescCreate", _COMPUTE_32F, _CUDA_R_32F))
+        self._operation = self._new("MatmulDesc", _COMPUTE_32F, _CUDA_R_32F)
         for attribute, transposed in ((_DESC_TRANSA, gemm.transpose_a), (_DESC_TRANSB, False)):
             choice = ctypes.c_int32(_OP_T if transposed else _OP_N)
             _set("cublasLtMatmulDescSetAttribute", self._operation, attribute, choice)
         self._a, self._b, self._d = (self._layout(m, gemm.count) for m in (gemm.a, gemm.b, gemm.d))
-        self._preference = self._keep("MatmulPreference", _made("cublasLtMatmulPreferenceCreate"))
+        self._preference = self._new("MatmulPreference")
         set_preference = "cublasLtMatmulPreferenceSetAttribute"
         _set(set_preference, self._preference, _PREF_WORKSPACE, ctypes.c_uint64(WORKSPACE_BYTES))
         for attribute, matrix in zip(_PREF_ALIGNMENTS, (gemm.a, gemm.b, gemm.d, gemm.d), strict=True):
@@ -366,12 +352,6 @@ class Matmul:
             ctypes.c_void_p(stream),
         )
 
-    def close(self) -> None:
-        """Give its descriptions and its handle back."""
-        while self._made:
-            function, made = self._made.pop()
-            _call(function, made)
-
 
 @contextmanager
 def _set_up(gemm: Gemm) -> Iterator[tuple[Matmul, int]]:
@@ -385,12 +365,6 @@ def _set_up(gemm: Gemm) -> Iterator[tuple[Matmul, int]]:
 
 
 # --- the three passes, on a GPU ---------------------------------------------------------------------------------------
-
-
-def scratch_bytes(problem: Problem, heads: int, parameters: Mapping[str, int]) -> int:
-    """Device memory for scores and probabilities of `heads` heads."""
-    elements = heads * problem.q_len * pitch_of(problem)
-    return elements * (BYTES_PER_ELEMENT + (4 if parameters["SCORES_FP32"] else 0))
 
 
 class _Passes:
@@ -408,16 +382,17 @@ class _Passes:
         parameters = recipe.code.cubin.parameters
         found = groups(problem, arrays, parameters["HEADS_A_CALL"])
         most = max(heads.count for heads in found)
-        wanted = scratch_bytes(problem, most, parameters)
+        rows = most * problem.q_len * pitch_of(problem)
+        probs_bytes, wide_bytes = rows * BYTES_PER_ELEMENT, rows * 4 if parameters["SCORES_FP32"] else 0
+        wanted = probs_bytes + wide_bytes
         free = gpu.memory_free_bytes(device)
         if wanted + WORKSPACE_BYTES > free:
             raise UnsupportedError(
                 f"wanted {wanted / 1e9:.1f} GB for the scores of {most} heads of {problem.label}, got a GPU with "
                 f"{free / 1e9:.1f} GB free. Fewer HEADS_A_CALL need less."
             )
-        rows = most * problem.q_len * pitch_of(problem)
-        self._probs = gpu.Zeroed(device, rows * BYTES_PER_ELEMENT, stream)
-        self._wide = gpu.Zeroed(device, rows * 4, stream) if parameters["SCORES_FP32"] else None
+        self._probs = gpu.Zeroed(device, probs_bytes, stream)
+        self._wide = gpu.Zeroed(device, wide_bytes, stream) if wide_bytes else None
         self._scores = (self._wide or self._probs).pointer
         self._stream = stream
         self._steps: list[tuple[Heads, Gemm, gpu.Launch, Gemm]] = []

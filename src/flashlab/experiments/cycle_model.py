@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -27,12 +27,10 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import MASKS, Problem
 from flashlab.experiments import chip
 from flashlab.kernels import registry
-from flashlab.measure.options import Options
 from flashlab.query import select
 from flashlab.record import schema, store
 from flashlab.record.schema import ChipReading, Samples
 from flashlab.run import choice
-from flashlab.run import gpu as gpus
 
 Order = Literal["free-running", "ping-pong"]
 """Whether barriers order the GEMMs of the groups of warps, or nothing does."""
@@ -127,6 +125,7 @@ def rates_of(readings: Mapping[str, ChipReading], ceilings: Mapping[str, schema.
     fma = read("ffma_16_warps").value
     both = read("wgmma_n128_2wg_rs_beside_ffma_2wg")
     issued = len(read("issue_n64_1wg_ss").stamps) - 1
+    issued_cycles = issued * (2.0 * GROUP_ROWS * 64 * _WGMMA_K / wgmma)  # m64n64k16
 
     def speeds(mix: str) -> Speeds:
         alone = {groups: 1 / read(f"{mix}_{groups}_warps").value for groups in (1, 2, 3, 4)}
@@ -147,15 +146,10 @@ def rates_of(readings: Mapping[str, ChipReading], ceilings: Mapping[str, schema.
         exp2_beside=median(read("wgmma_n128_2wg_rs_beside_ex2_2wg").beside),
         softmax=speeds("softmax"),
         softmax_without_max=speeds("softmax_without_max"),
-        gemm_latency=read("issue_n64_1wg_ss").value - issued * wgmma_cycles(64, wgmma),
+        gemm_latency=read("issue_n64_1wg_ss").value - issued_cycles,
         wait=read("mbarrier_try_wait").value,
         copy=read("bulk_copy_16_kib").value,
     )
-
-
-def wgmma_cycles(width: int, flop_per_clock: float) -> float:
-    """Cycles of one m64nNk16."""
-    return 2.0 * GROUP_ROWS * width * _WGMMA_K / flop_per_clock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,11 +189,6 @@ class Kernel:
     def tile_rows(self) -> int:
         """Query rows of a block."""
         return self.group_rows * self.groups
-
-    @property
-    def groups_per_sm(self) -> int:
-        """Groups of four warps on an SM."""
-        return self.groups * self.blocks
 
     @property
     def flops(self) -> float:
@@ -343,7 +332,7 @@ def _loop(kernel: Kernel, rates: Rates, apart: float = 1.0) -> Iterator[tuple[Mo
         return step.amount if step.kind in ("softmax", "pause") else 0.0
 
     # Not all at once: blocks that start together drift apart. The first step of every kernel takes time.
-    groups = [_Group(left=takes(steps[0]) + apart * index) for index in range(kernel.groups_per_sm)]
+    groups = [_Group(left=takes(steps[0]) + apart * index) for index in range(kernel.groups * kernel.blocks)]
 
     def passes(index: int) -> bool:
         """Do what takes no time; whether there was any such step."""
@@ -583,19 +572,6 @@ def predict_loop(reading: ChipReading, rates: Rates) -> float | None:
         waits=False,
     )
     return loop_of(kernel, rates)
-
-
-def measure(source: str, options: Options) -> Path | None:
-    """Read the units of this machine's GPU where `source` is `measure` and it is a Hopper; the file of readings.
-
-    None too where all of them are on record with the same machine code.
-
-    Raises:
-        As `chip.measure`.
-    """
-    if source != "measure" or gpus.info(options.device).arch != chip.ARCH:
-        return None
-    return chip.measure(options=replace(options, resume=True))
 
 
 def compare(gpu: str | None, data: Path = DATA) -> list[Prediction]:

@@ -12,7 +12,7 @@ from flashlab.core.errors import NoDataError
 from flashlab.core.paths import DATA
 from flashlab.experiments import chip
 from flashlab.experiments.cycle_model import GROUP_THREADS, Prediction, Rates, compare, predict_loop, rates_of
-from flashlab.query.frame import grouped
+from flashlab.query.rows import grouped
 from flashlab.record import store
 from flashlab.record.schema import ChipReading
 from flashlab.show.tables import Column, number, table

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import permutations
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 from flashlab.core.errors import ParameterError
@@ -23,7 +22,7 @@ from flashlab.core.problem import Problem
 from flashlab.experiments import levers
 from flashlab.experiments.ablation import AXES, PARTS
 from flashlab.query import select
-from flashlab.query.frame import grouped
+from flashlab.query.rows import grouped
 from flashlab.query.statistics import (
     CONFIDENCE,
     Estimate,
@@ -156,86 +155,63 @@ def _samples(record: Ablation | Part | None) -> Samples | None:
 
 
 def effects(records: Iterable[Ablation], problem: Problem | None = None) -> list[Effect]:
-    """Every level of every axis, of the newest run that has the axis, in the registry's order.
-
-    Axes and levels that the registry no longer has are left out.
+    """Every level of every axis that the registry has, in its order.
 
     Args:
         problem: of it alone; of every problem on record where None.
     """
     every = [one for one in records if problem in (None, one.problem)]
     groups = {axis.name: [level.name for level in axis.levels] for axis in AXES.values()}
-    return _of_groups(every, groups, lambda one: (one.run, one.axis, one.problem), lambda one: one.level)
+    return _beside_first(every, groups, lambda one: (one.axis, one.problem), lambda one: one.level)
 
 
 def shares(records: Iterable[Part]) -> list[Effect]:
-    """Every part of every stage, of the newest run that has the stage: its time without the part over its whole time.
+    """Every part of every stage: its time without the part over its whole time.
 
     A part's share of the time is one minus the ratio.
     """
     every = list(records)
     groups = {stage: list(PARTS) for stage in sorted({one.stage for one in every})}
-    return _of_groups(every, groups, lambda one: (one.run, one.stage, one.problem), lambda one: one.left_out)
+    return _beside_first(every, groups, lambda one: (one.stage, one.problem), lambda one: one.left_out)
 
 
-def lever_effects(records: Iterable[Ablation], name: str | None = None) -> list[Effect]:
-    """Levers beside their stage as it is, each of the newest run that has it at a problem; and what they are beside.
-
-    Levers that are no longer there are left out.
-    """
+def lever_effects(records: Iterable[Ablation]) -> list[Effect]:
+    """Every lever that there is beside its stage as it is with the same tunables."""
+    every = [one for one in records if one.axis == levers.AXIS]
+    groups = dict.fromkeys((one.stage for one in every), (levers.AS_IT_IS, *levers.names()))
 
     def place(one: Ablation) -> Place:
-        return one.run, one.stage, one.problem, tuple(sorted(one.parameters.items()))
+        return one.stage, one.problem, tuple(sorted(one.parameters.items()))
 
-    every = sorted((one for one in records if one.axis == levers.AXIS), key=lambda record: record.run)
-    plain = {place(one): one for one in every if one.level == levers.AS_IT_IS}
-    known = [one for one in every if one.level in levers.names() and name in (None, one.level)]
-    newest = {(one.level, one.problem): one for one in known}.values()
-    measured = sorted(newest, key=lambda record: record.level)
-    shown: list[Ablation] = []
-    for at in dict.fromkeys(map(place, newest)):
-        shown += [plain[at]] if at in plain else []
-        shown += [one for one in measured if place(one) == at]
-    return _beside(shown, every, place, lambda one: one.level, plain)
+    return _beside_first(every, groups, place, lambda one: one.level)
 
 
 Place = tuple[Any, ...]
-"""What a record has in common with the first that it is compared with: run, group, problem, and whatever else."""
+"""What a record has in common with the first that it is compared with: group, problem, and whatever else."""
 
 
-def _of_groups(
-    every: Sequence[T], groups: Mapping[str, Sequence[str]], place: Callable[[T], Place], name: Callable[[T], str]
+def _beside_first(
+    records: Iterable[T], groups: Mapping[str, Sequence[str]], place: Callable[[T], Place], name: Callable[[T], str]
 ) -> list[Effect]:
-    """The names of each group beside its first one, at each problem, of the newest run there that has any."""
-    by_run = sorted(every, key=lambda record: record.run)
-    newest = {place(one)[1:]: one.run for one in by_run}
-    named = {(place(one)[1:], name(one)): one for one in by_run if one.run == newest[place(one)[1:]]}
-    places = [at for group in groups for at in dict.fromkeys(at for at, _ in named) if at[0] == group]
-    shown = [named[at, one] for at in places for one in groups[at[0]] if (at, one) in named]
-    first = {place(one): one for one in shown if name(one) == groups[place(one)[1]][0]}
-    return _beside(shown, every, place, name, first)
-
-
-def _beside(
-    shown: Iterable[T],
-    every: Sequence[T],
-    place: Callable[[T], Place],
-    name: Callable[[T], str],
-    firsts: Mapping[Place, T],
-) -> list[Effect]:
-    """Records beside the first at their place, each over the starts that timed both with its code, as one family."""
+    """The names of each group, as one family: each of the newest run that has it at a problem, beside the group's first
+    name there in that run, and over the starts that timed both with the same code."""
+    every = sorted(records, key=lambda record: record.run)
+    known = {(one.run, place(one), name(one)): one for one in every if name(one) in groups.get(place(one)[0], ())}
+    newest = {(at[:2], wanted): run for run, at, wanted in known}
+    places = dict.fromkeys((run, at) for run, at, wanted in known if newest[at[:2], wanted] == run)
     family: list[Effect] = []
-    for record in shown:
-        first = firsts.get(place(record))
-        starts: list[Any] = []
-        if first is not None and record is not first:
-            alike = [one for one in every if place(one)[1:] == place(record)[1:] and _samples(one)]
-            rows = [SimpleNamespace(run=one.run, record=one, fingerprint=one.gpu.fingerprint) for one in alike]
-            starts = select.by_start(rows, lambda row: name(row.record), (name(record), name(first)))
-        pairs = tuple((ours.record, theirs.record) for ours, theirs in starts)
-        group = place(record)[1]
-        one = Effect(group=group, name=name(record), record=record, first=first, starts=pairs, family=family)
-        family.append(one)
+    for group, run, at in ((group, run, at) for group in groups for run, at in places if at[0] == group):
+        first = known.get((run, at, groups[group][0]))
+        for wanted in groups[group]:
+            record = known.get((run, at, wanted))
+            if record is None or (record is not first and newest[at[:2], wanted] != run):
+                continue
+            starts: list[Any] = []
+            if first is not None and record is not first:
+                alike = [one for one in every if place(one) == at and _samples(one)]
+                starts = select.by_start(alike, name, (wanted, groups[group][0]))
+            pairs = tuple((ours, theirs) for ours, theirs in starts)
+            family.append(Effect(group=group, name=wanted, record=record, first=first, starts=pairs, family=family))
     return family
 
 
@@ -417,9 +393,9 @@ def levels_table(shown: Sequence[Effect]) -> str:
     return "\n".join(text)
 
 
-def lever_table(shown: Sequence[Effect]) -> str:
+def lever_table(shown: Sequence[Effect], name: str) -> str:
     """What one lever did on each problem, as a Markdown table with where it comes from."""
-    measured = [one for one in shown if not one.is_first]
+    measured = [one for one in shown if one.name == name]
     if not measured:
         return LEVER_NOT_MEASURED
     plain = {id(one.record): one for one in shown if one.is_first}
@@ -504,11 +480,10 @@ def levers_page(out: Output, shown: select.Results | None, data: Path) -> None:
     for lever in levers.choose():
         tables = []
         for effects in of_gpus:
-            mine = [one for one in effects if one.is_first or one.name == lever.name]
-            files = [f"{one.record.gpu.slug}/ablations/{one.record.run}.jsonl" for one in mine if not one.is_first]
-            if files:
-                links = ", ".join(data_links(dict.fromkeys(files), page))
-                tables.append(f"{lever_table(mine)} <small>· {links}</small>")
+            mine = [one.record for one in effects if one.name == lever.name]
+            if files := dict.fromkeys(f"{record.gpu.slug}/ablations/{record.run}.jsonl" for record in mine):
+                links = ", ".join(data_links(files, page))
+                tables.append(f"{lever_table(effects, lever.name)} <small>· {links}</small>")
         added, removed = lever.changed_lines()
         heading = f"{lever.stage}, changed: {added} lines added, {removed} removed"
         try:

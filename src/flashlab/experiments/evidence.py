@@ -30,20 +30,16 @@ from flashlab.experiments import ablation
 from flashlab.kernels import peers, registry
 from flashlab.measure import ceilings
 from flashlab.query import roofline, select
-from flashlab.query.frame import frame, of_problem
 from flashlab.query.kinship import MODELS
 from flashlab.query.statistics import Estimate, Statistic, median, over_starts, ratio_of_medians
-from flashlab.record.schema import Call, Measurement
+from flashlab.record import store
+from flashlab.record.schema import Call, Ceiling, Measurement, Timed
 from flashlab.show import tables
 
 FIRST = Problem.parse(FIRST_SHAPE)
 FASTEST = "fastest"
 """In place of a name: the fastest stage of the ladder, of those that the condition after a colon holds for."""
 
-About = Literal["time", "ratio", "code", "arithmetic", "numbers", "none"]
-"""What a claim is about. time: a time, or a rate. ratio: of two times, or of two limits. code: the machine code, or
-what it takes of an SM. arithmetic: what follows from the document's own numbers. numbers: what a kernel computes.
-none: nothing that is measured here."""
 Count = Literal["registers", "smem_kb", "smem_limit_kb", "spilled_bytes", "smem_instructions", "branches"]
 
 
@@ -149,8 +145,8 @@ def shown_without(claimed: str, stage_ids: Sequence[str], gpu: str, data: Path =
         f"Without an {claimed}: `{able[-1]}` compiles for {arch} with {counts['registers']} registers, "
         f"{tables.number(counts['smem_kb'])} KB of shared memory and {spill}"
     )
-    checks = (row["emulator"] for row in select.emulated_checks(gpu, data) if row["stage"] == able[-1])
-    statuses = [one["status"] for one in checks if one["status"] != "unsupported"]
+    checks = (row.emulator for row in select.emulated_checks(gpu, data) if row.stage == able[-1])
+    statuses = [one.status for one in checks if one and one.status != "unsupported"]
     if statuses:
         sentence += f"; run on a CPU, it was right at {statuses.count('ok')} of {len(statuses)} problems"
     return f"{sentence}."
@@ -160,8 +156,7 @@ def shown_without(claimed: str, stage_ids: Sequence[str], gpu: str, data: Path =
 
 
 Row = Any
-"""A record as `DataFrame.itertuples` gives it: the columns that `query.frame.frame` names."""
-
+"""A record."""
 
 Starts = Sequence[Sequence[Row]]
 """Of each start of a machine, that of the newest run last, the rows in the order in which they were asked for."""
@@ -169,10 +164,20 @@ Starts = Sequence[Sequence[Row]]
 
 def times_us(row: Row) -> Sequence[float]:
     """A row's samples, microseconds a call; hot bursts where there are several kinds. Empty where there are none."""
-    if isinstance(row.record, Call):
-        return row.record.time_us
-    samples = row.record.samples_of() if hasattr(row.record, "samples_of") else row.record.samples
+    if isinstance(row, Call):
+        return row.time_us
+    samples = row.samples_of() if isinstance(row, Timed) else row.samples
     return samples.time_us if samples else ()
+
+
+def name_of(row: Row) -> str:
+    """The stage or library that a record is of, or the ceiling."""
+    return str(row.stage if hasattr(row, "stage") else row.name)
+
+
+def median_us(row: Row) -> float:
+    """Median burst of what was checked and timed, microseconds; NaN of any other record."""
+    return (select.median_us(row) if isinstance(row, Timed) else None) or math.nan
 
 
 class Records:
@@ -189,20 +194,25 @@ class Records:
 
     def rows(self, folder: str) -> list[Row]:
         """A folder's records, oldest first; a damaged line is left out, and `flashlab results --verify` names it."""
-        table = frame(self.gpu, self.data, folder)
-        if "inputs" in table:
-            table = table[table["inputs"].isna() | (table["inputs"] == NORMAL) & (table["features"] == "")]
-        return list(table.itertuples(index=False))
+        records = (line.record for line in store.lines(self.gpu, folder, self.data))
+        of = ((record, getattr(record, "problem", FIRST)) for record in records)  # a ceiling is of no problem
+        return [record for record, problem in of if problem.inputs == NORMAL and not problem.features]
+
+    def place(self, record: Row) -> str:
+        """Where a record lies: `nvidia-h200/runs/….jsonl:12`."""
+        lines = store.lines(self.gpu, store.FOLDERS[type(record)], self.data)
+        line = next(line for line in lines if line.path.stem == record.run and line.record == record)
+        return f"{line.path.relative_to(self.data).as_posix()}:{line.number}"
 
     @cached_property
     def ceilings(self) -> list[Row]:
         """Readings of the GPU's limits, oldest first."""
-        return [row for row in self.rows("runs") if row.kind == "ceiling"]
+        return [row for row in self.rows("runs") if isinstance(row, Ceiling)]
 
     @cached_property
     def measurements(self) -> list[Row]:
         """Stages, dead ends and libraries, oldest first; not a stage's second row, with the log-sum-exp on."""
-        return [row for row in self.rows("runs") if row.kind != "ceiling" and row.second is not True]
+        return [row for row in self.rows("runs") if isinstance(row, Measurement) and not row.with_lse]
 
     @cached_property
     def timed(self) -> list[Row]:
@@ -220,25 +230,23 @@ class Records:
             _level(name, {**registry.get(name).parameters(FIRST.head_dim), **values})
             for name, values in map(split, operands)
         ]
-        on_axis = (row for row in self.rows("ablations") if row.record.axis == axis and row.status == "ok")
+        on_axis = (row for row in self.rows("ablations") if row.axis == axis and row.status == "ok")
         rows = [row for row in on_axis if row.problem == FIRST]
-        return by_start(rows, lambda row: _level(row.name, row.record.parameters), wanted, f"flashlab ablate {axis}")
+        return by_start(rows, lambda row: _level(row.stage, row.parameters), wanted, f"flashlab ablate {axis}")
 
     def parts(self, problem: Problem, name: str) -> Starts:
         """A stage without each part of its work, the whole stage first, each start's of one run."""
-        rows = [row for row in self.rows("parts") if (row.name, row.problem) == (name, problem)]
-        return by_start(rows, lambda row: row.record.left_out, ("nothing", *PARTS), f"flashlab split {name}")
+        rows = [row for row in self.rows("parts") if (row.stage, row.problem) == (name, problem)]
+        return by_start(rows, lambda row: row.left_out, tuple(ablation.PARTS), f"flashlab split {name}")
 
     def fastest(self, problem: Problem, condition: str = "") -> Row:
         """The fastest stage of the ladder that a condition holds for."""
-        table = of_problem(frame(self.gpu, self.data), problem)
-        chosen = {id(record) for record in select.select(table, select.LADDER)}  # of one run, so that none is filled in
-        rows: Iterable[Row] = (row for row in table.itertuples(index=False) if id(row.record) in chosen)
+        rows = select.select([row for row in self.measurements if row.problem == problem], {}, select.LADDER)
         timed = (row for row in rows if row.status == "ok" and times_us(row))
-        able = [row for row in timed if row.name in registry.RUNGS and CONDITIONS[condition](row.record)]
+        able = [row for row in timed if row.name in registry.RUNGS and CONDITIONS[condition](row)]
         if not able:
             raise PendingError(f"flashlab bench --shape {problem.shape}")
-        return min(able, key=lambda row: row.median_us)
+        return min(able, key=median_us)
 
     def named(self, entry: Entry, group: Sequence[str]) -> Starts:
         """What a group of an entry's names stands for."""
@@ -280,7 +288,7 @@ def by_start(rows: Iterable[Row], key: Callable[[Row], Any], wanted: Sequence[An
 
 def newest(rows: Iterable[Row], names: Sequence[str], command: str) -> Sequence[Row]:
     """The last row of each name, of whatever run."""
-    by_name = {row.name: row for row in rows}
+    by_name = {name_of(row): row for row in rows}
     if not by_name.keys() >= set(names):
         raise PendingError(command)
     return [by_name[name] for name in names]
@@ -318,15 +326,16 @@ class Finding:
 
 
 Evaluator = Callable[[Records, Entry], Finding]
-QUANTITIES: dict[str, tuple[About, str, Evaluator]] = {}
-"""By name: what it is about, what it is called where an entry has no text, and its function."""
+QUANTITIES: dict[str, tuple[bool, str, Evaluator]] = {}
+"""By name: whether it is a time, a rate or a ratio, which says something of its own GPU alone; what it is called where
+an entry has no text; and its function."""
 
 
-def _quantity(about: About, text: str = "") -> Callable[[Evaluator], Evaluator]:
+def _quantity(text: str = "", *, of_its_gpu: bool = True) -> Callable[[Evaluator], Evaluator]:
     """Registers a function as a quantity of its name."""
 
     def register(evaluate: Evaluator) -> Evaluator:
-        QUANTITIES[evaluate.__name__] = (about, text, evaluate)
+        QUANTITIES[evaluate.__name__] = (of_its_gpu, text, evaluate)
         return evaluate
 
     return register
@@ -345,7 +354,7 @@ def find(records: Records, entry: Entry) -> Finding:
     _, text, evaluate = QUANTITIES[entry.quantity]
     finding = evaluate(records, entry)
     stages = [
-        finding.rows[index].name if operand.startswith(FASTEST) else split(operand)[0]
+        name_of(finding.rows[index]) if operand.startswith(FASTEST) else split(operand)[0]
         for index, operand in enumerate(entry.operands)
     ]
     choices = [_choice(operand) if any("[" in one for one in group) else "" for group in entry.of for operand in group]
@@ -356,7 +365,7 @@ def find(records: Records, entry: Entry) -> Finding:
         "slower": next(filter(None, (*choices, *names)), ""),
         "value": finding.numbers[0].value if finding.numbers else math.nan,
         "values": [number.value for number in finding.numbers],
-        "times": [(getattr(row, "median_us", None) or math.nan) / entry.per for row in finding.rows],
+        "times": [median_us(row) / entry.per for row in finding.rows],
         **entry.given,
         **finding.values,
     }
@@ -364,9 +373,9 @@ def find(records: Records, entry: Entry) -> Finding:
     for other in entry.beside:
         with suppress(PendingError):
             beside.append((other, find(records, other)))
-    cited = {row.place: row for other, found in beside if other.cited for row in found.rows}
+    cited = {id(row): row for other, found in beside if other.cited for row in found.rows}
     theirs = [*(name for _, found in beside for name in found.stages), *(n for one in entry.beside for n in one.names)]
-    own = {row.place for row in finding.rows}
+    own = set(map(id, finding.rows))
     sentences = (_Text().format(entry.note, *names, **values), ", ".join(found.text for _, found in beside))
     return replace(
         finding,
@@ -397,13 +406,13 @@ def _rows(groups: Iterable[Starts]) -> list[Row]:
 # --- Quantities -------------------------------------------------------------------------------------------------------
 
 
-@_quantity("none")
+@_quantity(of_its_gpu=False)
 def nothing(_: Records, __: Entry) -> Finding:
     """No number of ours: what is claimed is of no quantity that is measured here."""
     return Finding(())
 
 
-@_quantity("arithmetic")
+@_quantity(of_its_gpu=False)
 def arithmetic(_: Records, entry: Entry) -> Finding:
     """What `formulas` make of `given`, numbers of the document and constants; later ones may use `f0` and so on."""
     values = dict(entry.given)
@@ -412,14 +421,14 @@ def arithmetic(_: Records, entry: Entry) -> Finding:
     return Finding(_exact(*(values[f"f{index}"] for index in range(len(entry.formulas)))), (), values)
 
 
-@_quantity("time", "{0} at {problem}")
+@_quantity("{0} at {problem}")
 def rate(records: Records, entry: Entry) -> Finding:
     """TFLOP/s of each name."""
     finding, work = time(records, entry), entry.problem.flops / 1e6
     return replace(finding, numbers=tuple(number.inverse_of(work) for number in finding.numbers))
 
 
-@_quantity("time", "{0} at {problem}")
+@_quantity("{0} at {problem}")
 def time(records: Records, entry: Entry) -> Finding:
     """Microseconds of a call of each name, over `per`."""
     groups = [records.named(entry, group) for group in entry.of]
@@ -427,18 +436,18 @@ def time(records: Records, entry: Entry) -> Finding:
     return Finding(tuple(_over(median, starts).scaled(1 / entry.per) for starts in each), _rows(groups))
 
 
-QUANTITIES["call_time"] = ("time", "", time)
+QUANTITIES["call_time"] = (True, "", time)
 """Microseconds of a single call by the host's clock, launch and wait included: `Records.named` takes other records."""
 
 
-@_quantity("ratio", "{1} over {slower} at {problem}")
+@_quantity("{1} over {slower} at {problem}")
 def speedup(records: Records, entry: Entry) -> Finding:
     """Of each pair, how many times faster the second is."""
     pairs = [records.named(entry, group) for group in entry.of]
     return Finding(tuple(_over(ratio_of_medians, starts) for starts in pairs), _rows(pairs))
 
 
-@_quantity("ratio", "{1} over {0}, of separate runs on the same start, at {problem}")
+@_quantity("{1} over {0}, of separate runs on the same start, at {problem}")
 def speedup_across(records: Records, entry: Entry) -> Finding:
     """How many times faster the second name is than the first, where no run interleaved them but starts timed both."""
     stage, other = entry.operands
@@ -448,13 +457,13 @@ def speedup_across(records: Records, entry: Entry) -> Finding:
     except PendingError as error:
         raise PendingError(command) from error
     slow = [[row] for row in records.timed if (row.name, row.problem) == (stage, entry.problem)]
-    pairs = list({rows[1].place: rows for rows in select.same_starts(slow, fast)}.values())
+    pairs = list({id(rows[1]): rows for rows in select.same_starts(slow, fast)}.values())
     if not pairs:
         raise PendingError(command)
     return Finding((_over(ratio_of_medians, pairs),), _rows([pairs]))
 
 
-@_quantity("ratio")
+@_quantity()
 def causal_speedup(records: Records, entry: Entry) -> Finding:
     """A stage without a mask over the same under a causal one."""
     problems = [Problem.parse(entry.shape, mask=mask) for mask in MASKS]
@@ -463,10 +472,7 @@ def causal_speedup(records: Records, entry: Entry) -> Finding:
     return Finding((_over(ratio_of_medians, starts),), _rows([starts]))
 
 
-PARTS = tuple(part for part in ablation.PARTS if part != "nothing")
-
-
-@_quantity("ratio")
+@_quantity()
 def time_shares(records: Records, entry: Entry) -> Finding:
     """Percent of a stage's time that goes when a part of its work is left out, for each part."""
     starts = records.parts(entry.problem, entry.operands[0])
@@ -474,25 +480,24 @@ def time_shares(records: Records, entry: Entry) -> Finding:
     def share(whole_us: Any, without_us: Any, axis: int) -> Any:
         return 1 - median(without_us, axis) / median(whole_us, axis)
 
-    shares = [
-        _over(share, [(rows[0], rows[index]) for rows in starts]).scaled(100) for index in range(1, 1 + len(PARTS))
-    ]
-    return Finding(tuple(shares), _rows([starts]), {"parts": ", ".join(PARTS)})
+    whole, *parts = zip(*starts, strict=True)
+    shares = [_over(share, list(zip(whole, part, strict=True))).scaled(100) for part in parts]
+    return Finding(tuple(shares), _rows([starts]), {"parts": ", ".join([*ablation.PARTS][1:])})
 
 
-@_quantity("ratio")
+@_quantity()
 def spread(records: Records, entry: Entry) -> Finding:
     """The largest standard deviation of a row of the ladder over its mean, percent; the named stages must be in it."""
     rows = [row for row in records.measurements if row.name in registry.RUNGS and len(times_us(row)) > 1]
     if not {row.name for row in rows} >= set(entry.names):
         raise PendingError("flashlab bench --suite standard")
-    worst = max(rows, key=lambda row: float(row.cv_percent))
+    percent, worst = max(((row.samples_of().cv_percent, row) for row in rows), key=lambda one: float(one[0]))
     values = {"rows": len(rows), "at": f"`{worst.name}` at {worst.problem.label}"}
-    values |= {"middle": float(np.median([row.cv_percent for row in rows]))}
-    return Finding(_exact(worst.cv_percent), (worst,), values)
+    values |= {"middle": float(np.median([row.samples_of().cv_percent for row in rows]))}
+    return Finding(_exact(percent), (worst,), values)
 
 
-@_quantity("time")
+@_quantity()
 def percent_of_peak(records: Records, entry: Entry) -> Finding:
     """A ceiling's rate, percent of the data sheet's; and what its products are made of on sm_89."""
     row = records.named(entry, entry.operands)[-1][0]
@@ -512,48 +517,48 @@ def _sheet(gpu: str) -> roofline.Datasheet:
 def _profiles(records: Records, problem: Problem, names: Sequence[str], *fields: str) -> Sequence[Row]:
     """The newest profile of each stage that has those fields."""
     at_problem = (row for row in records.rows("profiles") if row.problem == problem)
-    rows = [row for row in at_problem if all(getattr(row.record, field) for field in fields)]
+    rows = [row for row in at_problem if all(getattr(row, field) for field in fields)]
     return newest(rows, names, f"flashlab profile {names[0]}")
 
 
-@_quantity("ratio")
+@_quantity()
 def sectors_per_request(records: Records, entry: Entry) -> Finding:
     """Sectors that a request to load from global memory takes, of each stage."""
     rows = _profiles(records, entry.problem, entry.operands, "load_sectors")
-    return Finding(_exact(*(row.record.load_sectors for row in rows)), rows)
+    return Finding(_exact(*(row.load_sectors for row in rows)), rows)
 
 
-@_quantity("ratio")
+@_quantity()
 def utilization(records: Records, entry: Entry) -> Finding:
     """Percent of the tensor cores' and of device memory's peak, as Nsight Compute saw the fastest stage."""
     name = records.fastest(entry.problem).name
     (row,) = _profiles(records, entry.problem, (name,), "tensor_percent", "dram_bytes", "time_us")
-    tb_s = row.record.dram_bytes / row.record.metrics["gpu__time_duration.sum"] / 1e3
-    shares = _exact(row.record.tensor_percent, 100 * tb_s / _sheet(records.gpu).memory_tb_s)
+    tb_s = row.dram_bytes / row.metrics["gpu__time_duration.sum"] / 1e3
+    shares = _exact(row.tensor_percent, 100 * tb_s / _sheet(records.gpu).memory_tb_s)
     return Finding(shares, (row,), {"tb_s": tb_s})
 
 
-@_quantity("numbers")
+@_quantity(of_its_gpu=False)
 def absolute_error(records: Records, entry: Entry) -> Finding:
     """The largest error of the newest result that was compared, right or wrong."""
     rows = _judged(records, entry.problem)
     (row,) = newest(rows, entry.operands, _bench(entry.problem, entry.operands))
-    return Finding(_exact(row.record.verdict.max_abs_error), (row,))
+    return Finding(_exact(row.verdict.max_abs_error), (row,))
 
 
 def _judged(records: Records, problem: Problem) -> list[Row]:
     """What was compared with the oracle at a problem, right or wrong."""
-    compared = (row for row in records.measurements if row.problem == problem and row.record.verdict)
-    return [row for row in compared if row.record.verdict.max_abs_error is not None]
+    compared = (row for row in records.measurements if row.problem == problem and row.verdict)
+    return [row for row in compared if row.verdict.max_abs_error is not None]
 
 
-@_quantity("numbers")
+@_quantity(of_its_gpu=False)
 def largest_error(records: Records, entry: Entry) -> Finding:
     """The largest error of any stage of the ladder at the problem, and the largest of the library in `of` added to it.
 
     Each is an error against float64, so that their sum bounds the difference between the two.
     """
-    errors = [(row.record.verdict.max_abs_error, row) for row in _judged(records, entry.problem) if row.status == "ok"]
+    errors = [(row.verdict.max_abs_error, row) for row in _judged(records, entry.problem) if row.status == "ok"]
     ours = [one for one in errors if one[1].name in registry.RUNGS]
     theirs = [one for one in errors if one[1].name in entry.names]
     if not ours or not theirs:
@@ -595,7 +600,7 @@ def _counts(cubin: compiler.Cubin) -> dict[str, float]:
     }
 
 
-@_quantity("code")
+@_quantity(of_its_gpu=False)
 def machine_code(_: Records, entry: Entry) -> Finding:
     """Some counts of a stage."""
     (operand,) = entry.operands

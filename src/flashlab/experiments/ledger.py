@@ -46,8 +46,8 @@ from flashlab.experiments.evidence import (
 from flashlab.kernels import peers, registry
 from flashlab.measure import bench, ceilings, harness
 from flashlab.measure.options import OPTIONS, Options
-from flashlab.query.frame import grouped
 from flashlab.query.kinship import KINSHIPS, MODELS, kinship
+from flashlab.query.rows import grouped
 from flashlab.query.select import Results
 from flashlab.query.statistics import Estimate
 from flashlab.record import store
@@ -394,7 +394,7 @@ def evaluate(claim: Claim, records: Records) -> Verdict:
     """
     entry = entries()[claim.id]
     home = records.of_gpu(MODELS[claim.gpu].folder) if claim.gpu in MODELS else records
-    anywhere = QUANTITIES[entry.quantity][0] not in ("time", "ratio")
+    of_its_gpu, *_ = QUANTITIES[entry.quantity]
     finding, used, command = None, home, ""
     try:
         finding = find(home, entry)
@@ -408,7 +408,7 @@ def evaluate(claim: Claim, records: Records) -> Verdict:
     conclusion = ""
     if claim.not_comparable:
         kind, reason, command = "not_comparable", f"{claim.not_comparable} {reason}".strip(), ""
-    elif anywhere and finding:
+    elif finding and not of_its_gpu:
         command = ""
     elif command:
         would, kind = kind, "pending" if home.gpu == records.gpu else "needs_hardware"
@@ -420,7 +420,7 @@ def evaluate(claim: Claim, records: Records) -> Verdict:
         verdict=kind,
         numbers=numbers,
         measured_on=used.gpu if finding and finding.rows else "",
-        records=tuple(row.place for row in finding.rows) if finding else (),
+        records=tuple(map(used.place, finding.rows)) if finding else (),
         stages=finding.stages if finding else (),
         reason=reason or "What would tell is not on record.",
         conclusion=conclusion,

@@ -22,7 +22,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
@@ -45,7 +45,8 @@ AXIS = "levers"
 """The axis of levers' records (`records.Ablation`). Its levels are `AS_IT_IS` and the levers' names."""
 AS_IT_IS = "as it is"
 """The level of a lever's stage without a change."""
-_HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+_HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@.*\n((?:(?!@@).*\n)*)")
+"""Its line, how many it has before and after, where those are not one, and its lines."""
 
 
 _Text = Annotated[str, Field(min_length=1)]
@@ -161,30 +162,21 @@ def _shown(path: Path) -> str:
 # --- The diff ---------------------------------------------------------------------------------------------------------
 
 
-class _Hunk(NamedTuple):
-    line: int
-    """Where it says that it stands, from 1."""
-    old: list[str]
-    new: list[str]
-
-
-def _hunks(diff: str, name: str) -> Iterator[_Hunk]:
-    lines = diff.splitlines()[2:]
-    while lines:
-        head = _HUNK.match(lines.pop(0))
-        if head is None:
-            raise ParameterError(f"lever {name}: wanted a hunk `@@ -line,lines +line,lines @@`, got another line")
-        num_old, num_new = (1 if head[i] is None else int(head[i]) for i in (2, 3))
-        body: list[str] = []
-        while lines and not lines[0].startswith("@@"):
-            body.append(lines.pop(0) or " ")  # an editor may have taken the space of an empty line
-        old, new = ([line[1:] for line in body if line[0] in signs] for signs in (" -", " +"))
-        if (len(old), len(new)) != (num_old, num_new) or {line[0] for line in body} - set(" -+"):
+def _hunks(diff: str, name: str) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Of each hunk the line where it says that it stands, its lines before, and those after."""
+    _, _, *lines = diff.splitlines(keepends=True)
+    if not lines or not re.fullmatch(f"({_HUNK.pattern})+", "".join(lines)):
+        raise ParameterError(f"lever {name}: wanted hunks, each below its `@@ -line,lines +line,lines @@`, got others")
+    for line, num_old, num_new, text in _HUNK.findall("".join(lines)):
+        body = [one or " " for one in text.splitlines()]  # an editor may have taken the space of an empty line
+        old, new = ([one[1:] for one in body if one[0] in signs] for signs in (" -", " +"))
+        wanted = (int(num_old or 1), int(num_new or 1))
+        if (len(old), len(new)) != wanted or {one[0] for one in body} - set(" -+"):
             raise ParameterError(
-                f"lever {name}, hunk at line {head[1]}: wanted {num_old} lines before and {num_new} after, as it says, "
-                f"got {len(old)} and {len(new)}"
+                f"lever {name}, hunk at line {line}: wanted {wanted[0]} lines before and {wanted[1]} after, as it "
+                f"says, got {len(old)} and {len(new)}"
             )
-        yield _Hunk(int(head[1]), old, new)
+        yield line, old, new
 
 
 def apply(diff: str, source: Path, *, name: str) -> str:
@@ -195,32 +187,18 @@ def apply(diff: str, source: Path, *, name: str) -> str:
     """
     text = source.read_text(encoding="utf-8").splitlines()
     done: list[str] = []
-    for hunk in _hunks(diff, name):
-        size = len(hunk.old)
-        places = [i for i in range(len(text) - size + 1) if text[i : i + size] == hunk.old]
+    for line, old, new in _hunks(diff, name):
+        places = [i for i in range(len(text) - len(old) + 1) if text[i : i + len(old)] == old]
         if len(places) != 1:
             stage = _shown(source) if source.is_relative_to(ROOT) else str(source)
+            absent = "".join(f"; it has no line {one!r}" for one in old if one not in text)
             raise ParameterError(
-                f"lever {name}, hunk at line {hunk.line}: {_mismatch(hunk, text, len(places), stage)}. What works: a "
+                f"lever {name}, hunk at line {line}: wanted its {len(old)} lines once in {stage}, below those of the "
+                f"hunk before, got them {len(places)} times{absent}. What works: a "
                 f"copy of {stage} as it is now in build/levers/{name}.cu, the change made in it, and "
                 f"git diff --no-index {stage} build/levers/{name}.cu | sed '1,2d; s|^+++ .*|+++ b/{stage}|', below the "
                 f"header of kernels/levers/{name}.patch"
             )
-        done += text[: places[0]] + hunk.new
-        text = text[places[0] + size :]
+        done += text[: places[0]] + new
+        text = text[places[0] + len(old) :]
     return "\n".join([*done, *text]) + "\n"
-
-
-def _mismatch(hunk: _Hunk, text: Sequence[str], places: int, stage: str) -> str:
-    """What was wanted and what came, at the place that fits best."""
-    if places:
-        return f"wanted its {len(hunk.old)} lines once in {stage}, got them {places} times; more context helps"
-
-    def fitting(start: int) -> int:
-        pairs = zip(hunk.old, text[start:], strict=False)
-        return next((i for i, (old, there) in enumerate(pairs) if old != there), min(len(hunk.old), len(text) - start))
-
-    best = max(range(len(text)), key=fitting, default=0)
-    fits = fitting(best)
-    there = repr(text[best + fits]) if best + fits < len(text) else "the end of the file"
-    return f"wanted {hunk.old[fits]!r} in {stage}, got {there}" + (f" after {text[best + fits - 1]!r}" if fits else "")

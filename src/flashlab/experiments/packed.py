@@ -34,7 +34,7 @@ from flashlab.measure.cells import GpuWorker, record_rows
 from flashlab.measure.harness import Message, serve
 from flashlab.measure.options import Options
 from flashlab.measure.worker import copies_beyond_l2
-from flashlab.query.frame import grouped
+from flashlab.query.rows import grouped
 from flashlab.record import store
 from flashlab.record.schema import PackedRun, Verdict
 from flashlab.run import gpu, paged
@@ -133,25 +133,21 @@ def measure(
         ParameterError: no such distribution, or a stage that reads no pages.
         NoGpuError, MissingPackageError, LaunchError, OutputError: as they say.
     """
-    cases: list[Message]
-    names: Sequence[str] = DECODE_NAMES if decode else NAMES
-    if decode and stages is not None:
-        for name in stages:
+    names: Sequence[str] = NAMES
+    heads = {"heads": HEADS}
+    sequences: Sequence[int | None] = (None,)
+    if decode:
+        for name in stages or ():
             if registry.parse(name)[0].id not in DECODE_NAMES:
                 raise ParameterError(f"stages: wanted one of {', '.join(DECODE_NAMES[:-1])}, got {name!r}")
-        names = (*stages, FLASHINFER)
-    if decode:
-        fixed = {"heads": Q_HEADS, "kv_heads": KV_HEADS, "head_dim": DECODE_HEAD_DIM, "mask": "full"}
-        cases = [
-            {"distribution": name, "lengths": lengths(name, batch), "dtype": dtype, **fixed}
-            for name, batch, dtype in itertools.product(distributions, batches, dtypes)
-        ]
-    else:
-        cases = [
-            {"distribution": name, "lengths": lengths(name), "heads": HEADS}
-            | {"head_dim": head_dim, "dtype": dtype, "mask": mask}
-            for name, head_dim, dtype, mask in itertools.product(distributions, head_dims, dtypes, masks)
-        ]
+        names = DECODE_NAMES if stages is None else (*stages, FLASHINFER)
+        heads, head_dims, masks = {"heads": Q_HEADS, "kv_heads": KV_HEADS}, (DECODE_HEAD_DIM,), ("full",)
+        sequences = batches
+    cases = [
+        {"distribution": name, "lengths": lengths(name, batch), "head_dim": head_dim, "dtype": dtype, "mask": mask}
+        | heads
+        for name, batch, head_dim, dtype, mask in itertools.product(distributions, sequences, head_dims, dtypes, masks)
+    ]
     job: Message = {"names": names, "cases": cases}
     return record_rows(PackedRun, job, options, total=len(cases) * len(names), step_s=TIMEOUT_S)
 

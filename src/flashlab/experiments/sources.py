@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from flashlab.core.paths import DATA
 from flashlab.experiments.evidence import facts
-from flashlab.query.frame import grouped
+from flashlab.query.rows import grouped
 from flashlab.show.tables import Column, folded, table
 
 SOURCES = DATA / "sources.csv"

@@ -17,7 +17,7 @@ from flashlab.experiments import chip, cycle_model, cycle_tables
 from flashlab.experiments.cycle_model import Kernel, Moment, Rates
 from flashlab.kernels import registry
 from flashlab.query import select
-from flashlab.query.frame import grouped
+from flashlab.query.rows import grouped
 from flashlab.record import store
 from flashlab.record.schema import ChipReading
 from flashlab.run import choice

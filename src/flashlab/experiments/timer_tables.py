@@ -21,7 +21,7 @@ from flashlab.core.problem import FIRST_SHAPE, Mask, Problem
 from flashlab.experiments.timers import INSTALLS, TIMERS
 from flashlab.kernels import peers, registry
 from flashlab.query import select
-from flashlab.query.frame import grouped
+from flashlab.query.rows import grouped
 from flashlab.query.statistics import Estimate, interval, ratio_of_medians
 from flashlab.record import schema, store
 from flashlab.record.schema import Measurement, Reading, Samples
@@ -183,30 +183,21 @@ def between_percent(of_starts: Sequence[float | None]) -> float | None:
     return 100 * (max(known) / min(known) - 1) if len(known) == len(of_starts) else None
 
 
-def spreads(measurements: Iterable[Measurement]) -> tuple[Spread, ...]:
-    """What was measured on at least two separate starts, by problem, in the ladder's order.
+def spreads(gpu_slug: str | None, data: Path = DATA) -> tuple[Spread, ...]:
+    """What was measured on at least two separate starts on normal inputs, by problem, in the ladder's order.
 
-    A row counts when it names its start, has burst samples with a hot L2, and is of the newest such row's code: see
-    `select.same_code`.
+    A row counts when it names its start and has burst samples with a hot L2; of each start, those of
+    `select.by_start`.
     """
-    known = [row for row in measurements if row.kind == "peer" or row.name in registry.RUNGS]
-    rows = sorted((row for row in known if row.start and row.samples_of()), key=lambda row: row.time)
+    rows = (row for row in store.measurements(gpu_slug or "", data) if row.kind == "peer" or row.name in registry.RUNGS)
+    timed = (row for row in rows if row.problem.inputs == NORMAL and row.start and row.samples_of())
     found: list[Spread] = []
-    for same in grouped(rows, lambda row: (row.problem, row.name)).values():
-        newest: list[Measurement] = []
-        for row in reversed(same):
-            met = any(other.start and row.start and row.start.same_as(other.start) for other in newest)
-            if select.same_code(row, same[-1]) and not met:
-                newest.append(row)
-        if len(newest) > 1:
-            found.append(tuple(reversed(newest)))
+    for (_, name), same in grouped(timed, lambda row: (row.problem, row.name)).items():
+        starts = select.by_start(same, lambda row: row.name, [name])
+        if len(starts) > 1:
+            found.append(tuple(row for (row,) in starts))
     ladder = {name: at for at, name in enumerate([*registry.RUNGS, *peers.PEERS])}
     return tuple(sorted(found, key=lambda one: (one[0].problem, ladder.get(one[0].name, len(ladder)))))
-
-
-def recorded_spreads(gpu_slug: str | None, data: Path = DATA) -> tuple[Spread, ...]:
-    """`spreads` of all that is on record for a GPU on normal inputs; may be empty."""
-    return spreads(row for row in store.measurements(gpu_slug or "", data) if row.problem.inputs == NORMAL)
 
 
 # --- Pages ------------------------------------------------------------------------------------------------------------
@@ -365,7 +356,7 @@ def clock_table(gpu_slug: str | None, data: Path = DATA) -> str:
 
 def spread_table(gpu_slug: str | None, data: Path = DATA) -> str:
     """Every stage and library on separate starts: median of each, spread within and between, a table a problem."""
-    found = recorded_spreads(gpu_slug, data)
+    found = spreads(gpu_slug, data)
     if not found:
         return _NO_STARTS
 
@@ -405,7 +396,7 @@ def _starts_line(found: Sequence[Spread], columns: int) -> str:
 def spread_chart(gpu_slug: str | None, data: Path = DATA, *, mask: Mask = "full") -> Chart | str:
     """Each start's median and 5th to 95th percentile beside the mean of the starts; a sentence where there is none."""
     problem = Problem.parse(FIRST_SHAPE, mask=mask)
-    found = [rows for rows in recorded_spreads(gpu_slug, data) if rows[0].problem == problem]
+    found = [rows for rows in spreads(gpu_slug, data) if rows[0].problem == problem]
     if not found:
         return _NO_STARTS
     series: dict[str, dict[str, tuple[float, float, float]]] = {}
@@ -458,6 +449,6 @@ def summary(gpu_slug: str | None, data: Path = DATA) -> dict[str, Any]:
         "agreeing": sum(one.agrees for one in compared),
         "between_starts_percent": {
             f"{rows[0].name} {rows[0].problem.label}": between_percent([one.median_us for one in samples(rows)])
-            for rows in recorded_spreads(gpu_slug, data)
+            for rows in spreads(gpu_slug, data)
         },
     }

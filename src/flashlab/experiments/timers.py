@@ -41,7 +41,7 @@ from flashlab.core.errors import (
     ParameterError,
 )
 from flashlab.core.paths import DATA
-from flashlab.core.problem import FIRST_SHAPE, Cache, Problem
+from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import peers, registry
 from flashlab.measure import timer as timing
 from flashlab.measure.bench import on_record
@@ -424,16 +424,8 @@ class _Worker(GpuWorker):
             measured = nvbench_samples(file)
         if not measured:
             raise LaunchError("its time was over before its first measurement")
-        merged: dict[tuple[str, Cache, int], Message] = {}
         for step, samples in measured:
-            key = (steps[step].label, samples["cache"], samples["calls"])
-            known = merged.setdefault(key, samples | {"time_us": [], "call_clock_mhz": []})
-            known["time_us"] += samples["time_us"]
-            known["call_clock_mhz"] += samples["call_clock_mhz"]
-        for (label, _, _), samples in merged.items():
-            if len(samples["call_clock_mhz"]) != len(samples["time_us"]):
-                samples["call_clock_mhz"] = []
-            self._keep(self._cases[label], "cuda-bench", samples)
+            self._keep(steps[step], "cuda-bench", samples)
 
 
 def kernel_times(trace: Mapping[str, Any], calls: Sequence[int]) -> list[float]:

@@ -28,7 +28,7 @@ from flashlab.measure.cells import Cell, GpuWorker, need, refusal, supervise
 from flashlab.measure.harness import Book, Message, Send
 from flashlab.measure.options import Options
 from flashlab.record import store
-from flashlab.record.checks import CheckRow, EmulatorVerdict, Fallbacks, Header, case_line, header_line, read_lines
+from flashlab.record.checks import CheckRow, EmulatorVerdict, Fallbacks, Header, case_line, read_lines
 from flashlab.record.schema import Verdict
 from flashlab.run import emulator, gpu
 from flashlab.run.attention import prepare
@@ -130,12 +130,12 @@ def _left(wanted: list[Case], folder: str, emulate: bool, options: Options) -> t
             lines = read_lines(path)
         except DamagedRecordError:  # torn: `flashlab repair` is for it
             continue
-        if not lines or not bench.stands_for(Header.model_validate(lines[0]), here, same_commit=True):
+        if not lines or not bench.stands_for(lines[0].header, here, same_commit=True):
             continue
         done = {
-            (Problem(**line["problem"]), line["layout"], line["stage"])
+            (line.problem, line.layout, line.stage)
             for line in lines
-            if line["status"] in ("ok", "wrong", "unsupported") and (line.get("emulator") or not emulate)
+            if line.status in ("ok", "wrong", "unsupported") and (line.emulator or not emulate)
         }
         lacking = [tuple(name for name in one.names if (one.problem, one.layout, name) not in done) for one in wanted]
         return path.stem, [replace(one, names=names) for one, names in zip(wanted, lacking, strict=True) if names]
@@ -146,9 +146,7 @@ def _append(book: Book, rows: Sequence[CheckRow]) -> None:
     """Append a case to the run's file, which begins with what holds for all of them."""
     lines = [case_line(rows)]
     if not book.path.exists():
-        header = book.header()
-        sources = {name: header[name].model_dump(mode="json") for name in ("gpu", "source")}
-        lines.insert(0, header_line(run=book.run, time=header["time"], software=book.software, **sources))
+        lines.insert(0, Header(**book.header()).line())
     with book.path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
 

@@ -6,21 +6,20 @@ the interval of the ratio lies beyond what such starts differ by, on the GPUs of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from flashlab.core.errors import NoDataError, ParameterError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem, matching
 from flashlab.query import select, statistics
-from flashlab.query.frame import frame, grouped
+from flashlab.query.rows import grouped
 from flashlab.record import store
+from flashlab.record.schema import Measurement
 
 NOISE_PERCENTILE = 95.0
 
@@ -42,7 +41,7 @@ class Change:
     """Of a machine, on either side."""
     verdict: str
     """faster, slower, same (within noise), or unknown: no two starts are on record to say what noise is."""
-    rows: tuple[Any, Any]
+    rows: tuple[Measurement, Measurement]
     """The newest record of either side."""
 
 
@@ -74,7 +73,8 @@ def compare(before: str, after: str, data: Path = DATA, **wanted: object) -> Com
     every = _timed(data)
     sides = [_side(text, every, data) for text in (before, after)]
     one, two = map(_grouped, sides)
-    noise = _noise(every[every["gpu"].isin({*sides[0]["gpu"], *sides[1]["gpu"]})])
+    gpus = {row.gpu.slug for side in sides for row in side}
+    noise = _noise(row for row in every if row.gpu.slug in gpus)
     common = set(matching({problem for problem, _ in one.keys() & two.keys()}, **wanted))
     changes = [_change(key, one[key], two[key], noise) for key in one if key in two and key[0] in common]
     if not changes:
@@ -90,26 +90,26 @@ def compare(before: str, after: str, data: Path = DATA, **wanted: object) -> Com
     )
 
 
-def _timed(data: Path) -> pd.DataFrame:
+def _timed(data: Path) -> list[Measurement]:
     """Rows with a time, of all GPUs."""
-    frames = [rows for gpu in store.gpus(data) if len(rows := frame(gpu, data))]
-    if not frames:
+    gpus = store.gpus(data)
+    if not gpus:
         raise NoDataError(f"wanted records under {data}, found none")
-    rows = pd.concat(frames, ignore_index=True)
-    return rows[rows["median_us"].notna() & (rows["second"] == False)]  # noqa: E712 - a column with None in it
+    return [row for gpu in gpus for row in store.measurements(gpu, data) if row.samples_of()]
 
 
-def _side(text: str, rows: pd.DataFrame, data: Path) -> pd.DataFrame:
+def _side(text: str, rows: list[Measurement], data: Path) -> list[Measurement]:
     for part in text.split("+"):
         if not part:
             raise ParameterError(f"wanted a GPU's folder, a driver or the beginning of a commit or run, got {text!r}")
-        drivers = [record.gpu.driver for record in rows["record"]]
-        same = [
-            part in (gpu, driver) or run.startswith(part) or (len(part) >= 7 and commit.startswith(part))
-            for gpu, driver, run, commit in zip(rows["gpu"], drivers, rows["run"], rows["commit"], strict=True)
+        rows = [
+            row
+            for row in rows
+            if part in (row.gpu.slug, row.gpu.driver)
+            or row.run.startswith(part)
+            or (len(part) >= 7 and row.source.commit.startswith(part))
         ]
-        rows = rows[same]
-    if rows.empty:
+    if not rows:
         raise NoDataError(
             f"wanted times of {text!r}: a GPU's folder, a driver, or the beginning of a commit or run, joined by +, "
             f"found none. GPUs with data: {', '.join(store.gpus(data))}"
@@ -120,17 +120,17 @@ def _side(text: str, rows: pd.DataFrame, data: Path) -> pd.DataFrame:
 Key = tuple[Problem, str]
 
 
-def _grouped(rows: pd.DataFrame) -> dict[Key, list[Any]]:
+def _grouped(rows: Iterable[Measurement]) -> dict[Key, list[Measurement]]:
     """By problem and name a row of each start of a machine, the newest last, all of the code of the newest."""
-    by_key: dict[Key, list[Any]] = grouped(rows.itertuples(), lambda row: (row.problem, row.name))
+    by_key = grouped(rows, lambda row: (row.problem, row.name))
     return {
         key: [start[0] for start in select.by_start(some, lambda row: row.name, [key[1]])]
         for key, some in by_key.items()
     }
 
 
-def _change(key: Key, before: Sequence[Any], after: Sequence[Any], noise: float | None) -> Change:
-    of_starts = ([(row.record.samples_of().time_us,) for row in rows] for rows in (before, after))
+def _change(key: Key, before: Sequence[Measurement], after: Sequence[Measurement], noise: float | None) -> Change:
+    of_starts = ([(taken.time_us,) for row in rows if (taken := row.samples_of())] for rows in (before, after))
     ours, theirs = (statistics.over_starts(statistics.median, starts) for starts in of_starts)
     ratio = ours.value / theirs.value
     # The sides are of starts of their own: the ends of both intervals, so that the ratio's is rather too wide.
@@ -147,26 +147,26 @@ def _change(key: Key, before: Sequence[Any], after: Sequence[Any], noise: float 
         high=high,
         starts=(len(before), len(after)),
         verdict=verdict,
-        rows=(before[-1].record, after[-1].record),
+        rows=(before[-1], after[-1]),
     )
 
 
-def _noise(rows: pd.DataFrame) -> float | None:
+def _noise(rows: Iterable[Measurement]) -> float | None:
     """The ratio that medians of the same code and driver on two starts stay below, in 95 of 100 cases."""
     ratios = []
-    for _, some in rows.groupby([rows["gpu"], [record.gpu.driver for record in rows["record"]]]):
+    for some in grouped(rows, lambda row: (row.gpu.slug, row.gpu.driver)).values():
         for starts in _grouped(some).values():
-            ratios += [max(pair) / min(pair) for pair in combinations((row.median_us for row in starts), 2)]
+            times_us = filter(None, map(select.median_us, starts))
+            ratios += [max(pair) / min(pair) for pair in combinations(times_us, 2)]
     return float(np.percentile(ratios, NOISE_PERCENTILE)) if ratios else None
 
 
-def _differences(before: pd.DataFrame, after: pd.DataFrame) -> dict[str, tuple[str, str]]:
-    def said(rows: pd.DataFrame) -> dict[str, str]:
+def _differences(before: Iterable[Measurement], after: Iterable[Measurement]) -> dict[str, tuple[str, str]]:
+    def said(rows: Iterable[Measurement]) -> dict[str, str]:
         values: dict[str, dict[str, None]] = {}
-        for run, some in rows.groupby("run", sort=True):
-            record = some["record"].iloc[-1]
-            facts = {"GPU": record.gpu.name, "driver": record.gpu.driver, "commit": select.commit_label(str(run))}
-            for name, value in (facts | record.software).items():
+        for run, row in sorted({row.run: row for row in rows}.items()):
+            facts = {"GPU": row.gpu.name, "driver": row.gpu.driver, "commit": select.commit_label(run)}
+            for name, value in (facts | row.software).items():
                 values.setdefault(name, {})[value] = None
         return {name: ", ".join(some) for name, some in values.items()}
 

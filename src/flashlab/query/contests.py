@@ -8,14 +8,12 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
-import pandas as pd
-
 from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.paths import DATA
 from flashlab.core.problem import WITHOUT_FEATURES, Problem, Regime, suite
 from flashlab.kernels import registry
-from flashlab.query.frame import frame, grouped, measured
+from flashlab.query.rows import grouped, sessions
 from flashlab.query.select import (
     LADDER,
     Results,
@@ -205,27 +203,26 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
         NoDataError: the GPU has no measurement.
     """
     store.require_runs(gpu, data)
-    table = frame(gpu, data)
-    if not (rows := measured(table)):
+    session_of, rows = sessions(gpu, data), store.records(gpu, Measurement, data)
+    if not rows:
         raise NoDataError(f"wanted a run of GPU {gpu!r} with measurements, found none under {data / gpu / 'runs'}")
-    sessions = dict(zip(table["run"], table["session"], strict=True))
     off_ladder = {row.run for row in rows if is_off_ladder(row)}
-    rows = [row for row in rows if row.run not in off_ladder]
-    second = {(row.run, row.problem, row.name): row for row in rows if row.with_lse and row.status == "ok"}
-    rows = [row for row in rows if not row.with_lse]
-    rungs = grouped((row for row in rows if row.name in registry.STAGES and row.samples), lambda row: row.name)
-    last_rung = next((rungs[stage] for stage in reversed(list(registry.STAGES)) if stage in rungs), rows)
-    newer = {sessions[row.run] for row in last_rung}
+    every = [row for row in rows if row.run not in off_ladder]
+    second = {(row.run, row.problem, row.name): row for row in every if row.with_lse and row.status == "ok"}
+    plain = [row for row in every if not row.with_lse]
+    rungs = grouped((row for row in plain if row.name in registry.STAGES and row.samples), lambda row: row.name)
+    last_rung = next((rungs[stage] for stage in reversed(list(registry.STAGES)) if stage in rungs), plain)
+    newer = {session_of[row.run] for row in last_rung}
     by_run: dict[Problem, dict[str, dict[str, Measurement]]] = {}
-    for row in rows:
-        plain = row.problem.inputs in inputs and not row.problem.features
-        if sessions[row.run] in newer and plain and (row.kind == "peer" or row.name in registry.STAGES):
+    for row in plain:
+        asked = row.problem.inputs in inputs and not row.problem.features
+        if session_of[row.run] in newer and asked and (row.kind == "peer" or row.name in registry.STAGES):
             by_run.setdefault(row.problem, {}).setdefault(row.run, {})[row.name] = row
     found = []
     for problem in sorted(by_run, key=problem_order):
         runs = [list(by_name.values()) for by_name in by_run[problem].values()]
-        chosen = _against_the_fastest(runs, sessions)
-        named = _against_the_fastest([_named(rows) for rows in runs], sessions)
+        chosen = _against_the_fastest(runs, session_of)
+        named = _against_the_fastest([_named(rows) for rows in runs], session_of)
         busy = _kept_busy(runs, _best_peers(chosen))
         named_busy = _named(_kept_busy(runs, _best_peers(named)))
         burst = _contest(chosen, "burst", second)
@@ -273,19 +270,15 @@ class Featured:
         return theirs / ours if ours and theirs else None
 
 
-def featured(records: pd.DataFrame) -> tuple[Featured, ...]:
-    """Problems with a window or a soft cap, of the run that tried most stages at each; of several, the newest.
-
-    Args:
-        records: as `frame` gives them; may be empty.
-    """
+def featured(shown: Results) -> tuple[Featured, ...]:
+    """Problems with a window or a soft cap, of the run that tried most stages at each; of several, the newest."""
     found = []
-    rows = (row for row in select(records, LADDER) if row.problem.features)
+    rows = (row for row in select(shown.records, shown.sessions, LADDER) if row.problem.features)
     for problem, of_problem in grouped(rows, lambda row: row.problem).items():
         stage, plain = fastest_stage(of_problem), replace(problem, **WITHOUT_FEATURES)
         if stage is None:
             continue
-        same = (row for row in measured(records) if (row.run, row.name, row.problem) == (stage.run, stage.name, plain))
+        same = (row for row in shown.records if (row.run, row.name, row.problem) == (stage.run, stage.name, plain))
         twins = [row for row in same if not row.with_lse]
         found.append(Featured(stage=stage, without=next(iter(twins), None), peer=fastest_peer(of_problem)))
     return tuple(found)
@@ -320,8 +313,8 @@ def accuracy(gpu: str, data: Path = DATA) -> tuple[Accuracy, ...]:
     """
     store.require_runs(gpu, data)
     shapes = {problem.shape for problem in MAIN}
-    every = measured(frame(gpu, data))
-    rows = [row for row in every if row.kind == "peer" or (row.name in registry.STAGES and not row.with_lse)]
+    every = store.measurements(gpu, data)
+    rows = [row for row in every if row.kind == "peer" or row.name in registry.STAGES]
     found: dict[Problem, Accuracy] = {}
     by_run = grouped((row for row in rows if row.problem.shape in shapes), lambda row: (row.run, row.problem))
     for (run, problem), of_run in by_run.items():

@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import pandas as pd
-
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Expected, Stage
 from flashlab.query import select
-from flashlab.query.frame import measured
 from flashlab.query.select import Results
 from flashlab.record.schema import Measurement
 
@@ -70,12 +67,12 @@ def _rows(stage: Stage, expected: Expected, shown: Results) -> tuple[Measurement
 
 
 def of_one_run(
-    name: str, problem: Problem, over: str, other: Problem, records: pd.DataFrame
+    name: str, problem: Problem, over: str, other: Problem, records: Iterable[Measurement]
 ) -> tuple[Measurement | None, Measurement | None]:
     """The rows of both in the newest run that timed both; None twice where none did."""
 
     def timed(name: str, at: Problem) -> dict[str, Measurement]:
-        rows = (row for row in measured(records) if row.name == name and row.problem == at and not row.with_lse)
+        rows = (row for row in records if row.name == name and row.problem == at and not row.with_lse)
         return {row.run: row for row in rows if row.samples_of()}
 
     mine, base = timed(name, problem), timed(over, other)

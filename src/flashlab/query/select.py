@@ -33,20 +33,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
-
-import pandas as pd
+from typing import Any, Literal, TypeVar
 
 from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import KINDS, NORMAL, TRAINED
 from flashlab.core.paths import DATA, slug
 from flashlab.core.problem import FIRST_SHAPE, STANDARD_SHAPES, Cache, Problem, Regime, suite
 from flashlab.kernels import peers, registry
-from flashlab.query.frame import frame, grouped
+from flashlab.query.rows import grouped, sessions
 from flashlab.record import store
-from flashlab.record.checks import read_lines
-from flashlab.record.schema import RUN, Ceiling, Gpu, Machine, Measurement, StageProfile
+from flashlab.record.checks import Compared, read_lines
+from flashlab.record.schema import RUN, Base, Ceiling, Gpu, Machine, Measurement, StageProfile, Timed
 
+T = TypeVar("T", bound=Base)
 STATES: Mapping[tuple[Regime, Cache], str] = {
     ("burst", "hot"): "burst, hot L2",
     ("burst", "cold"): "burst, cold L2",
@@ -90,37 +89,36 @@ def of_stage(stage: registry.Stage) -> Policy:
     return replace(DECODING, covers=(stage.id, *stage.variant_names), as_named=True, inputs=tuple(KINDS))
 
 
-def by_start(rows: Iterable[Any], key: Callable[[Any], Any], wanted: Sequence[Any]) -> list[list[Any]]:
-    """For each start of a machine the rows with the wanted keys, of the newest run there that has them all.
+def by_start(records: Iterable[T], key: Callable[[T], Any], wanted: Sequence[Any]) -> list[list[T]]:
+    """For each start of a machine the records with the wanted keys, of the newest run there that has them all.
 
     Of starts that ran what the newest of these runs ran: the same machine code, and of a library the same versions.
     What differs between starts is then the machine, and not the code.
 
     Args:
-        rows: of a frame, as `itertuples` gives them.
-        key: what tells a run's rows apart; of several alike the last counts.
-        wanted: keys, in the order of a start's rows.
+        records: with a run and a GPU.
+        key: what tells a run's records apart; of several alike the last counts.
+        wanted: keys, in the order of a start's records.
 
     Returns:
         Starts, that of the newest run last; empty where no run has all keys.
     """
-    runs: dict[str, dict[Any, Any]] = {}
-    for row in rows:
-        runs.setdefault(row.run, {})[key(row)] = row
+    runs: dict[str, dict[Any, T]] = {}
+    for record in records:
+        runs.setdefault(record.run, {})[key(record)] = record
     whole = {run: [found[one] for one in wanted] for run, found in runs.items() if found.keys() >= set(wanted)}
     if not whole:
         return []
     newest = whole[max(whole)]
-    starts: list[list[Any]] = []
+    starts: list[list[T]] = []
     for run in sorted(whole, reverse=True):
-        same = all(same_code(row.record, other.record) for row, other in zip(whole[run], newest, strict=True))
-        if same and not any(_one_start(whole[run][0], known[0]) for known in starts):
+        if all(map(same_code, whole[run], newest)) and not any(_one_start(whole[run][0], known[0]) for known in starts):
             starts.append(whole[run])
     return starts[::-1]
 
 
-def same_starts(first: Sequence[Sequence[Any]], second: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Of two lists as `by_start` gives them, the starts that are in both, with the rows of both."""
+def same_starts(first: Sequence[Sequence[T]], second: Sequence[Sequence[T]]) -> list[list[T]]:
+    """Of two lists as `by_start` gives them, the starts that are in both, with the records of both."""
     return [[*ours, *theirs] for ours in first for theirs in second if _one_start(ours[0], theirs[0])]
 
 
@@ -132,10 +130,10 @@ def same_code(ours: Any, theirs: Any) -> bool:
     return all(name == "flashlab" or known == version for name, known, version in versions)
 
 
-def _one_start(row: Any, other: Any) -> bool:
-    """Whether two rows are of one start of a machine; of older records, whether they are of one GPU."""
-    ours, theirs = row.record.start, other.record.start
-    return bool(ours.same_as(theirs) if ours and theirs else row.fingerprint == other.fingerprint)
+def _one_start(record: Base, other: Base) -> bool:
+    """Whether two records are of one start of a machine; of older ones, whether they are of one GPU."""
+    ours, theirs = record.start, other.start
+    return ours.same_as(theirs) if ours and theirs else record.gpu.fingerprint == other.gpu.fingerprint
 
 
 class Filled(Measurement):
@@ -148,37 +146,38 @@ class Filled(Measurement):
     """
 
 
-def select(rows: pd.DataFrame, policy: Policy = SHOWN) -> tuple[Measurement, ...]:
-    """The records in `frame`'s rows that are shown of each of its problems: see the module for the rule.
+def select(rows: Iterable[Measurement], sessions: Mapping[str, str], policy: Policy = SHOWN) -> tuple[Measurement, ...]:
+    """The rows that are shown of each of their problems: see the module for the rule.
 
-    The problems are in the order of pages, and a problem's records as `ordered`. To choose at one problem, or among
-    some runs, filter the frame before.
+    The problems are in the order of pages, and a problem's rows as `ordered`. To choose at one problem, or among some
+    runs, leave out the others before.
+
+    Args:
+        sessions: of the rows' runs, as `rows.sessions` gives them.
 
     Returns:
         One that was filled in is a `Filled`.
     """
-    if rows.empty or "second" not in rows:
-        return ()
-    able = rows[rows["kind"].isin(("stage", "peer")) & (rows["second"] != True)]  # noqa: E712
+    able = [row for row in rows if not row.with_lse]
     if policy.off_ladder != "with":
-        runs = {*able["run"][[is_off_ladder(record) for record in able["record"]]]}
-        able = able[able["run"].isin(runs) == (policy.off_ladder == "only")]
-    able = able[able["inputs"].isin(policy.inputs) & (policy.features | (able["features"] == ""))]
+        runs = {row.run for row in able if is_off_ladder(row)}
+        able = [row for row in able if (row.run in runs) == (policy.off_ladder == "only")]
     candidates: dict[Problem, dict[str, dict[str, dict[str, Measurement]]]] = {}
-    for problem, key, record in zip(able["problem"], able[policy.within], able["record"], strict=True):
-        groups = candidates.setdefault(problem, {})
-        groups.setdefault(key, {}).setdefault(record.run, {})[record.name] = record
+    for row in able:
+        if row.problem.inputs in policy.inputs and (policy.features or not row.problem.features):
+            key = row.run if policy.within == "run" else sessions[row.run]
+            groups = candidates.setdefault(row.problem, {})
+            groups.setdefault(key, {}).setdefault(row.run, {})[row.name] = row
     chosen: list[Measurement] = []
     for problem in sorted(candidates, key=problem_order):
         merged = {key: _merged(list(runs.values()), policy.covers) for key, runs in candidates[problem].items()}
         tried = {key: _tried(by_name, policy.covers) for key, by_name in merged.items()}
-        sessions = policy.within == "session"
         best = max(
-            _of_the_last(merged, policy.covers) if sessions and not policy.as_named else merged,
+            _of_the_last(merged, policy.covers) if policy.within == "session" and not policy.as_named else merged,
             key=lambda key: (policy.as_named and sum(map(_is_as_named, tried[key])), len(tried[key]), key),
         )
         by_name = merged[best]
-        if sessions and policy.fill:
+        if policy.within == "session" and policy.fill:
             _fill(by_name, [merged[key] for key in sorted(merged, reverse=True) if key != best], policy.covers)
         chosen += ordered(by_name.values())
     return tuple(chosen)
@@ -271,8 +270,10 @@ class Results:
     problems: Mapping[Problem, tuple[Measurement, ...]]
     """Rows of each problem in `ordered` order, chosen by `SHOWN`."""
     ceilings: Mapping[str, Ceiling]
-    records: pd.DataFrame = field(default_factory=pd.DataFrame, compare=False, repr=False)
-    """`frame` of the GPU, which `problems` were chosen from."""
+    records: Sequence[Measurement] = field(default=(), compare=False, repr=False)
+    """All stages and libraries on record of the GPU, which `problems` were chosen from."""
+    sessions: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """Of their runs."""
 
     @property
     def name(self) -> str:
@@ -358,11 +359,11 @@ class Results:
         lacking = {(row.run, row.name) for row in rows if row.kind == "peer" and row.status == "unsupported"}
         if of is None or not lacking:
             return ()
-        session_of = dict(zip(self.records["run"], self.records["session"], strict=True))
         beside: dict[str, Measurement] = {}
         for run, name in lacking:
-            same = self.records[(self.records["session"] == session_of[run]) & (self.records["shape"] == of.shape)]
-            for other in select(same, Policy(inputs=(of.inputs,), fill=False)):
+            together = (row for row in self.records if self.sessions[row.run] == self.sessions[run])
+            same = (row for row in together if row.problem.shape == of.shape)
+            for other in select(same, self.sessions, Policy(inputs=(of.inputs,), fill=False)):
                 alike = replace(other.problem, dtype=of.dtype) == of and other.problem != of
                 if alike and other.name == name and rate(other) is not None:
                     beside.setdefault(name, other)
@@ -443,7 +444,7 @@ def profile_provenance(found: Sequence[StageProfile]) -> str:
     return " · ".join(parts)
 
 
-def median_us(row: Measurement | None, regime: Regime = "burst", cache: Cache = "hot") -> float | None:
+def median_us(row: Timed | None, regime: Regime = "burst", cache: Cache = "hot") -> float | None:
     """Median time of a call; None where there is no row, or it has no such time."""
     samples = row.samples_of(regime, cache) if row else None
     return samples.median_us if samples else None
@@ -575,7 +576,7 @@ def off_ladder(
 
     return {
         problem: tuple(sorted(rows, key=position))
-        for problem, rows in _by_problem(select(frame(gpu, data), policy)).items()
+        for problem, rows in _selected(gpu, data, policy).items()
         if any(is_off_ladder(row) and row.name.partition("[")[0] in stages for row in rows)
     }
 
@@ -592,11 +593,13 @@ def beyond(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> 
     return {
         **off_ladder(gpu, data, registry.OFF_LADDER, beside),
         **off_ladder(gpu, data, registry.DECODE, decoding),
-        **_by_problem(row for row in select(frame(gpu, data), ladder) if row.problem.features),
+        **{problem: rows for problem, rows in _selected(gpu, data, ladder).items() if problem.features},
     }
 
 
-def _by_problem(rows: Iterable[Measurement]) -> dict[Problem, tuple[Measurement, ...]]:
+def _selected(gpu: str, data: Path, policy: Policy) -> dict[Problem, tuple[Measurement, ...]]:
+    """What a policy chooses of a GPU's records, by problem."""
+    rows = select(store.records(gpu, Measurement, data), sessions(gpu, data), policy)
     return {problem: tuple(of) for problem, of in grouped(rows, lambda row: row.problem).items()}
 
 
@@ -607,7 +610,6 @@ def load(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> Re
         NoDataError: it has no run.
     """
     store.require_runs(gpu, data)
-    records = frame(gpu, data)
     try:
         machine = Machine.model_validate_json((data / gpu / "machine.json").read_bytes())
     except (OSError, ValueError):
@@ -615,21 +617,21 @@ def load(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> Re
     return Results(
         gpu=gpu,
         machine=machine,
-        problems=_by_problem(select(records, replace(SHOWN, inputs=tuple(inputs)))),
+        problems=_selected(gpu, data, replace(SHOWN, inputs=tuple(inputs))),
         ceilings=store.newest_ceilings(gpu, data),
-        records=records,
+        records=store.records(gpu, Measurement, data),
+        sessions=sessions(gpu, data),
     )
 
 
 CheckFolder = Literal["checks", "random", "flash-attention"]
-Comparisons = tuple[dict[str, Any], ...]
-"""Lines as `record.checks.read_lines` gives them."""
+Comparisons = tuple[Compared, ...]
 
 
 def _check_files(gpu: str, data: Path, folder: CheckFolder, inputs: Collection[str]) -> dict[Path, Comparisons]:
     """The comparisons on these kinds of inputs, by file, the oldest first."""
     paths = store.files(data / gpu / folder)
-    return {path: tuple(line for line in read_lines(path) if line["problem"]["inputs"] in inputs) for path in paths}
+    return {path: tuple(line for line in read_lines(path) if line.problem.inputs in inputs) for path in paths}
 
 
 def checks(
@@ -641,7 +643,7 @@ def checks(
     """
     files = {path: lines for path, lines in _check_files(gpu, data, folder, inputs).items() if lines}
     stages = {
-        path: len({line["stage"].partition("[")[0] for line in lines} - registry.OFF_LADDER.keys())
+        path: len({line.stage.partition("[")[0] for line in lines} - registry.OFF_LADDER.keys())
         for path, lines in files.items()
     }
     most = max(stages.values(), default=0)
@@ -658,7 +660,7 @@ def newest_checks(
     """
     runs: dict[str, list[Comparisons]] = {}
     for lines in _check_files(gpu, data, folder, inputs).values():
-        for stage, of_stage in grouped(lines, lambda line: str(line["stage"])).items():
+        for stage, of_stage in grouped(lines, lambda line: line.stage).items():
             runs.setdefault(stage, []).append(tuple(of_stage))
     most = {stage: max(map(len, several)) for stage, several in runs.items()}
     return {
@@ -673,7 +675,7 @@ def emulated_checks(gpu: str, data: Path = DATA) -> Comparisons:
     On normal inputs; empty where there is none.
     """
     for lines in reversed(_check_files(gpu, data, "checks", (NORMAL,)).values()):
-        if emulated := tuple(line for line in lines if line.get("emulator")):
+        if emulated := tuple(line for line in lines if line.emulator):
             return emulated
     return ()
 

@@ -86,13 +86,19 @@ class Header(BaseModel):
     source: Source
     software: dict[Label, Label]
 
+    def line(self) -> dict[str, Any]:
+        """The first line of a file."""
+        return {"format": FORMAT, **self.model_dump(mode="json")}
 
-_COMPARED = TypeAdapter(list[CheckRow])
+
+@dataclass(frozen=True, kw_only=True)
+class Compared(CheckRow):
+    """A comparison on record. Errors have few digits there."""
+
+    header: Header
 
 
-def header_line(*, run: str, time: str, gpu: object, source: object, software: Mapping[str, str]) -> dict[str, Any]:
-    """The first line of a file: what holds for every comparison in it. `time` is UTC, ISO 8601."""
-    return {"format": FORMAT, "run": run, "time": time, "gpu": gpu, "source": source, "software": dict(software)}
+_COMPARED = TypeAdapter(list[Compared])
 
 
 def case_line(rows: Sequence[CheckRow]) -> dict[str, Any]:
@@ -167,12 +173,8 @@ def _expanded(line: Mapping[str, Any]) -> dict[str, Any]:
     return full
 
 
-def read_lines(path: Path) -> tuple[dict[str, Any], ...]:
-    """The comparisons in a file of either format.
-
-    Each has line (its number in the file, from 1), run, time, gpu, source, software, stage, problem (its fields),
-    layout, status, reason, verdict and, where the emulator was asked, emulator, and where the kernel left its fast
-    path, fallbacks. They belong to everybody, for a file is read once while its content stays.
+def read_lines(path: Path) -> tuple[Compared, ...]:
+    """The comparisons in a file of either format; read once while its content stays.
 
     Raises:
         DamagedRecordError: a line that is none.
@@ -181,21 +183,20 @@ def read_lines(path: Path) -> tuple[dict[str, Any], ...]:
 
 
 @lru_cache(maxsize=64)
-def _read(path: Path, _: tuple[int, ...]) -> tuple[dict[str, Any], ...]:
-    found: list[dict[str, Any]] = []
-    header: dict[str, Any] = {}
+def _read(path: Path, _: tuple[int, ...]) -> tuple[Compared, ...]:
+    found: list[Compared] = []
+    header: Header | None = None
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not text.strip():
             continue
         try:
             line = json.loads(text)
             if "format" in line:
-                header = {key: value for key, value in line.items() if key != "format"}
-                Header.model_validate(header)
+                header = Header.model_validate(line)
             else:
-                rows = [{**header, **one} for one in _compared(line)] if header else [_first_format(line)]
-                _COMPARED.validate_python(rows)
-                found.extend({**row, "line": number} for row in rows)
+                shared = {"header": header or Header.model_validate(line)}
+                rows = _compared(line) if header else [line]
+                found += _COMPARED.validate_python([row | shared for row in rows])
         except ValidationError as error:
             what = f"{'.'.join(map(str, error.errors()[0]['loc']))}: {error.errors()[0]['msg']}"
             raise DamagedRecordError(f"{path}:{number}: wanted a comparison, got: {what}") from error
@@ -204,16 +205,11 @@ def _read(path: Path, _: tuple[int, ...]) -> tuple[dict[str, Any], ...]:
     return tuple(found)
 
 
-def _first_format(line: Mapping[str, Any]) -> dict[str, Any]:
-    """Its line, from before there were kinds of inputs, windows and soft caps."""
-    return {**line, "problem": vars(Problem(**line["problem"]))}
-
-
 def _compared(line: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The comparisons of a line of `case_line`."""
+    """The comparisons of a line of `case_line`, as `Compared` takes them."""
     what = {"dtype": line["dtype"], "mask": line["mask"], "inputs": line.get("inputs", NORMAL)}
     what |= {name: line[name] for name in FEATURES if name in line}
-    of = {"problem": vars(Problem.parse(line["shape"], **what)), "layout": line["layout"]}
+    of = {"problem": Problem.parse(line["shape"], **what), "layout": line["layout"]}
     counted = line.get("fallbacks", {})
     found = []
     for row in (*_passed_lines(line), *line.get("other", ())):

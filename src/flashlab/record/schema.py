@@ -47,6 +47,11 @@ def _moment(text: str) -> str:
     return text
 
 
+def _dated(run: str) -> str:
+    _moment(run[:16])
+    return run
+
+
 def _readable(text: str) -> str:
     """Without control characters, and not longer than a page wants it."""
     if text.isprintable():
@@ -62,7 +67,7 @@ Prose = Annotated[str, AfterValidator(_readable)]
 Moment = Annotated[str, StringConstraints(pattern=r"^[0-9T:.Z+-]{10,40}$"), AfterValidator(_moment)]
 """ISO 8601."""
 Commit = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{7,40}|unknown)$")]
-RunId = Annotated[str, StringConstraints(pattern=RUN)]
+RunId = Annotated[str, StringConstraints(pattern=RUN), AfterValidator(_dated)]
 MOST_SAMPLES = 10_000
 """Of a series of samples; one that has more was not taken by flashlab."""
 Times = Annotated[tuple[float, ...], Field(max_length=MOST_SAMPLES)]
@@ -84,7 +89,9 @@ RecordedProblem = Annotated[Problem, WrapSerializer(_without_what_is_not_asked_f
 class _Model(BaseModel):
     # JSON has no NaN or infinity; pydantic would write null and the line would not read back. Models are built when
     # they are first used: a first call of `attention` imports all of them and reads one table.
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, defer_build=True, use_attribute_docstrings=True
+    )
 
 
 class Conditions(_Model):

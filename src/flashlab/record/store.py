@@ -131,7 +131,7 @@ class Line:
     """From 1."""
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1024)
 def _parsed(
     path: Path, parse: Callable[[bytes], Any], _: tuple[int, ...]
 ) -> tuple[tuple[Line, ...], tuple[Damage, ...]]:

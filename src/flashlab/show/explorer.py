@@ -12,9 +12,10 @@ from flashlab.core.inputs import KINDS, NORMAL
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Cache, Regime, suite
 from flashlab.query import select
-from flashlab.query.frame import frame, state_of
+from flashlab.query.rows import sessions, state_of
 from flashlab.query.select import Policy, Results
-from flashlab.record.schema import Timed
+from flashlab.record import store
+from flashlab.record.schema import Measurement, Timed
 
 FILE = "explorer.json"
 EVERY_KIND = Policy(inputs=tuple(KINDS))
@@ -37,21 +38,25 @@ def lines(gpu: str, data: Path = DATA) -> list[dict[str, Any]]:
     `lse` (whether the log-sum-exp was written), `state`, `us` (median), `tflops`, `clock` (MHz inside the calls),
     `peak` (percent of what the tensor cores can do at that clock), `samples`, and `shown` (1 where pages show it).
     """
-    records = frame(gpu, data)
     shown = {
         (select.origin(row, *state)[0], row.name, row.problem, *state)
-        for row in select.select(records, EVERY_KIND)
+        for row in select.select(store.records(gpu, Measurement, data), sessions(gpu, data), EVERY_KIND)
         for state in states(row)
     }
     found = []
-    for row in records[records["kind"].isin(("stage", "peer"))].to_dict("records") if len(records) else ():
-        problem, record = row["problem"], row["record"]
+    for line in store.lines(gpu, "runs", data):
+        record = line.record
+        if not isinstance(record, Measurement):
+            continue
+        problem = record.problem
         alike = replace(problem, inputs=NORMAL)
         for state in states(record):
             values = state_of(record, *state)
             found.append(
                 {
-                    **{name: row[name] for name in ("gpu", "run", "line", "kind", "name", "shape", "dtype", "mask")},
+                    **{"gpu": record.gpu.slug, "run": record.run, "line": line.number},
+                    **{"kind": record.kind, "name": record.name},
+                    **{name: getattr(problem, name) for name in ("shape", "dtype", "mask")},
                     "tokens": int(alike in _OF_LENGTHS),
                     "length": problem.kv_len,
                     "head_dim": problem.head_dim,
@@ -63,7 +68,7 @@ def lines(gpu: str, data: Path = DATA) -> list[dict[str, Any]]:
                     "clock": values["call_clock_mhz"],
                     "peak": record.gpu.tensor_percent(values["tflops"], values["call_clock_mhz"]),
                     "samples": values["samples"],
-                    "shown": int(not row["second"] and (row["run"], row["name"], problem, *state) in shown),
+                    "shown": int(not record.with_lse and (record.run, record.name, problem, *state) in shown),
                 }
             )
     return found

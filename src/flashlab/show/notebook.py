@@ -229,11 +229,11 @@ class Lab:
 
         Where something is on record, with the run that made it.
         """
-        lines = [one for one in select.emulated_checks(self.gpu or "", self.data) if one["stage"] in self.stages]
+        lines = [one for one in select.emulated_checks(self.gpu or "", self.data) if one.stage in self.stages]
         if not lines:
             return ""
-        run = str(lines[0]["run"])
-        came_from = f"{lines[0]['gpu']['name']} · {select.date(run)} · commit {select.commit_label(run)}"
+        header = lines[0].header
+        came_from = f"{header.gpu.name} · {select.date(header.run)} · commit {select.commit_label(header.run)}"
         return f"{trial.agreement(lines)}\n*{came_from}*\n"
 
     def counters(self) -> trial.Counted:

@@ -6,7 +6,6 @@ of experiments come from the experiments themselves, which register what they ne
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import difflib
@@ -27,7 +26,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from itertools import pairwise, product
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, get_args
@@ -44,7 +43,7 @@ from flashlab.core.problem import AS_IN_A_MODEL, DTYPES, MASKS, Cache, Problem, 
 from flashlab.kernels import peers, registry
 from flashlab.kernels.registry import Stage
 from flashlab.query import contests, coverage, predictions, select
-from flashlab.query.frame import grouped
+from flashlab.query.rows import grouped
 from flashlab.query.select import Results
 from flashlab.record import schema, store
 from flashlab.record.schema import Measurement
@@ -492,7 +491,7 @@ def _against_inputs(shown: Results, data: Path) -> str:
 
 
 def _against_features(shown: Results, _: Path) -> str:
-    found = contests.featured(shown.records)
+    found = contests.featured(shown)
     if not found:
         raise NoDataError(
             "No times with a window or a soft cap are on record for this GPU yet: `flashlab bench --suite windows` "
@@ -938,29 +937,13 @@ def _downloads(out: Output, data: Path, gpu: str) -> None:
 
 def _dictionary(model: Any) -> str:
     """What the fields of a record mean."""
-    meanings = _docstrings(model)
     columns = (
         Column("field", "0", code),
         Column("type", lambda item: code(_type_name(item[1].annotation)), left=True),
-        Column("meaning", lambda item: " ".join(meanings.get(item[0], "").replace("`", "").split()), left=True),
+        Column("meaning", lambda item: " ".join((item[1].description or "").replace("`", "").split()), left=True),
     )
     meaning = inspect.cleandoc(model.__doc__ or "")
     return f"### {model.__name__}\n\n{meaning}\n\n{table(columns, model.model_fields.items())}"
-
-
-def _docstrings(model: type) -> dict[str, str]:
-    """The strings below a record's fields, by the field's name, those of the classes that it extends included."""
-    found: dict[str, str] = {}
-    for base in reversed(model.__mro__):
-        if not base.__module__.startswith("flashlab."):
-            continue
-        (definition,) = ast.parse(inspect.getsource(base)).body
-        assert isinstance(definition, ast.ClassDef)
-        for one, after in pairwise(definition.body):
-            match one, after:
-                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[name] = text
-    return found
 
 
 def _type_name(annotation: object) -> str:

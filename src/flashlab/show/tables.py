@@ -23,10 +23,11 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import AS_IN_A_MODEL, FIRST_SHAPE, Problem, Regime
 from flashlab.kernels import peers, registry
 from flashlab.query import contests, roofline, select
-from flashlab.query.frame import grouped, headline
 from flashlab.query.predictions import Scored
+from flashlab.query.rows import grouped, headline
 from flashlab.query.select import Results
 from flashlab.record import store
+from flashlab.record.checks import Compared
 from flashlab.record.schema import (
     Ceiling,
     CubinFields,
@@ -1023,41 +1024,41 @@ def best(row: Measurement | None) -> tuple[str | None, float | None]:
 # --- Checks -----------------------------------------------------------------------------------------------------------
 
 
-def check_record(lines: Sequence[Mapping[str, Any]]) -> str:
+def check_record(lines: Sequence[Compared]) -> str:
     """What a comparison on record holds, as sentences; with the first failure of each stage."""
-    statuses = Tally(line["status"] for line in lines)
-    problems = len({str(line["problem"]) for line in lines})
-    layouts = sorted({str(line["layout"]) for line in lines})
+    statuses = Tally(line.status for line in lines)
+    problems = len({line.problem for line in lines})
+    layouts = sorted({line.layout for line in lines})
     drawn = any("/" in layout for layout in layouts)
     through = f"{len(layouts)} random layouts" if drawn else f"the layouts {', '.join(layouts)}"
-    failures = [line for line in lines if line["status"] not in ("ok", "unsupported")]
-    first = {str(line["stage"]): line for line in reversed(failures)}
-    count = Tally(str(line["stage"]) for line in failures)
+    failures = [line for line in lines if line.status not in ("ok", "unsupported")]
+    first = {line.stage: line for line in reversed(failures)}
+    count = Tally(line.stage for line in failures)
     said = "".join(
-        f" {count[stage_id]} of {code(stage_id)}, such as {Problem(**line['problem']).label}: {prose(line['reason'])}."
+        f" {count[stage_id]} of {code(stage_id)}, such as {line.problem.label}: {prose(line.reason)}."
         for stage_id, line in sorted(first.items())
     )
-    stages = len({line["stage"] for line in lines})
+    stages, header = len({line.stage for line in lines}), lines[0].header
     return (
-        f"{lines[0]['gpu']['name']}, {lines[0]['time'][:10]}: {len(lines):,} comparisons of "
+        f"{header.gpu.name}, {header.time[:10]}: {len(lines):,} comparisons of "
         f"{stages} stage{'s' if stages > 1 else ''}, over {problems:,} problems in {through}. "
         f"{statuses['ok']:,} passed, {len(failures):,} failed, {statuses['unsupported']:,} were not for the stage."
         f"{said}"
     )
 
 
-Comparisons = Sequence[Mapping[str, Any]]
-"""Lines of `flashlab check`, of one stage and run."""
+Comparisons = Sequence[Compared]
+"""Those of one stage and run."""
 
 
 def _checked(what: str, place: int) -> tuple[Column, ...]:
     """The columns of one kind of comparison, the run named last; dashes where a stage has none."""
 
     def of(lines: Comparisons, *statuses: str) -> int | None:
-        return sum(line["status"] in statuses for line in lines) if lines else None
+        return sum(line.status in statuses for line in lines) if lines else None
 
     def failed(item: Row) -> str | None:
-        failures = [prose(line["reason"]) for line in item[place] if line["status"] not in ("ok", "unsupported")]
+        failures = [prose(line.reason) for line in item[place] if line.status not in ("ok", "unsupported")]
         return f"{len(failures)}{f': {failures[0]}' if failures else ''}" if item[place] else None
 
     return (
@@ -1065,7 +1066,7 @@ def _checked(what: str, place: int) -> tuple[Column, ...]:
         Column("passed", lambda item: of(item[place], "ok")),
         Column("not for this stage", lambda item: of(item[place], "unsupported")),
         Column("failed", failed),
-        Column("run and commit", lambda item: item[place][0].get("run") if item[place] else None, code),
+        Column("run and commit", lambda item: item[place][0].header.run if item[place] else None, code),
     )
 
 

@@ -30,9 +30,9 @@ from flashlab.core.errors import (
 from flashlab.core.paths import BUILD, ROOT, writable_dir
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
-from flashlab.query.frame import grouped
+from flashlab.query.rows import grouped
 from flashlab.record import store
-from flashlab.record.checks import CheckRow
+from flashlab.record.checks import CheckRow, Compared, EmulatorVerdict
 from flashlab.record.schema import StageCounters, Verdict
 from flashlab.run import emulator
 from flashlab.run.attention import emulate
@@ -563,37 +563,33 @@ class CpuCheck:
         return "\n".join([*said, self.left_out])
 
 
-def agreement(lines: Iterable[Mapping[str, Any]]) -> str:
+def agreement(lines: Iterable[Compared]) -> str:
     """GPU and emulator on the same inputs (`select.emulated_checks`), a row a stage, as a Markdown table."""
-    by_stage = grouped(lines, lambda line: str(line["stage"]))
+    by_stage = grouped(((line, line.emulator) for line in lines if line.emulator), lambda pair: pair[0].stage)
 
-    def shares(of_stage: Sequence[Mapping[str, Any]]) -> list[float]:
-        apart = [line["emulator"]["agreement"] for line in of_stage]
-        return [
-            100 * one["max_abs_error"] / one["max_abs_limit"]
-            for one in apart
-            if one and one["max_abs_error"] is not None and one["max_abs_limit"]
-        ]
+    def passed(of_stage: Sequence[tuple[Compared, EmulatorVerdict]], what: str) -> int:
+        verdicts = (getattr(ran, what) for _, ran in of_stage)
+        return sum(bool(verdict and verdict.passed) for verdict in verdicts)
 
-    def passed(of_stage: Sequence[Mapping[str, Any]], what: str) -> int:
-        return sum(bool((line["emulator"][what] or {}).get("passed")) for line in of_stage)
+    def furthest(of_stage: Sequence[tuple[Compared, EmulatorVerdict]]) -> str | None:
+        apart = [ran.agreement for _, ran in of_stage if ran.agreement]
+        errors = ((one.max_abs_error, one.max_abs_limit) for one in apart)
+        shares = [error / limit for error, limit in errors if error is not None and limit]
+        return f"{number(100 * max(shares))} %" if shares else None
 
     columns = (
         stage("0"),
         Column("inputs", lambda item: len(item[1])),
-        Column("chip passed", lambda item: sum(line["status"] == "ok" for line in item[1])),
+        Column("chip passed", lambda item: sum(line.status == "ok" for line, _ in item[1])),
         Column("emulator passed", lambda item: passed(item[1], "verdict")),
         Column("agree", lambda item: passed(item[1], "agreement")),
-        Column(
-            "largest difference, of its limit",
-            lambda item: f"{number(max(found))} %" if (found := shares(item[1])) else None,
-        ),
+        Column("largest difference, of its limit", lambda item: furthest(item[1])),
     )
     failed = [
-        (code(stage_id), line["emulator"]["shape"], prose(line["emulator"]["reason"]))
-        for stage_id, of_stage in by_stage.items()
-        for line in of_stage
-        if line["emulator"]["status"] != "ok"
+        (code(line.stage), ran.shape, prose(ran.reason))
+        for of_stage in by_stage.values()
+        for line, ran in of_stage
+        if ran.status != "ok"
     ]
     return table(columns, by_stage.items()) + (
         "\n" + markdown(("what failed", "shape", "why"), failed, left=3) if failed else ""

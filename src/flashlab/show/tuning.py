@@ -11,7 +11,7 @@ from flashlab.core.paths import DATA
 from flashlab.kernels import peers, registry
 from flashlab.measure import tuned
 from flashlab.measure.tune import Items, Key, items
-from flashlab.query.frame import grouped
+from flashlab.query.rows import grouped
 from flashlab.record import schema, store
 from flashlab.record.schema import Tuning
 from flashlab.show import tables

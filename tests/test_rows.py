@@ -1,15 +1,15 @@
-"""The frame of all records: a row a line, read once while the files stay as they are, and the policies that choose."""
+"""What is on record: read once while the files stay as they are, and chosen from by policies."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from synthetic import ceiling, measurement, profile, write_synthetic
+from synthetic import measurement, write_synthetic
 
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.query import select
-from flashlab.query.frame import frame, of_problem
+from flashlab.query.rows import headline, sessions
 from flashlab.record import schema, store
 from flashlab.show import explorer
 
@@ -18,22 +18,23 @@ GPU = "nvidia-h200"
 OLD, NEW = "20260101T030000Z-4567def", "20260102T030000Z-0123abc-4f2a91"
 
 
-def write(data: Path, run: str, *records: schema.AnyRecord, folder: str = "runs") -> Path:
-    path = data / GPU / folder / f"{run}.jsonl"
+def write(data: Path, run: str, *records: schema.Measurement) -> Path:
+    path = data / GPU / "runs" / f"{run}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     for record in records:
         store.append(path, record)
     return path
 
 
-def test_a_row_says_what_its_record_says_and_where_it_lies(tmp_path: Path) -> None:
+def measured(data: Path) -> tuple[schema.Measurement, ...]:
+    return store.records(GPU, schema.Measurement, data)
+
+
+def test_a_row_says_what_its_record_says() -> None:
     one = measurement("00_naive", FIRST, run=NEW)
-    write(tmp_path, NEW, ceiling("copy").model_copy(update={"run": NEW}), one)
-    (row,) = frame(GPU, tmp_path)[1:].to_dict("records")
-    assert (row["record"], row["problem"], row["line"]) == (one, FIRST, 2)
-    assert row["place"] == f"{GPU}/runs/{NEW}.jsonl:2"
-    assert (row["name"], row["kind"], row["shape"], row["mask"], row["status"]) == (
-        "00_naive", "stage", FIRST_SHAPE, "full", "ok",
+    row = headline(one)
+    assert (row["name"], row["kind"], row["shape"], row["mask"], row["status"], row["run"]) == (
+        "00_naive", "stage", FIRST_SHAPE, "full", "ok", NEW,
     )  # fmt: skip
     taken = one.samples_of()
     assert taken is not None
@@ -42,33 +43,28 @@ def test_a_row_says_what_its_record_says_and_where_it_lies(tmp_path: Path) -> No
 
 def test_records_are_read_again_only_where_a_file_changed(tmp_path: Path) -> None:
     path = write(tmp_path, NEW, measurement("00_naive", FIRST, run=NEW))
-    first = frame(GPU, tmp_path)
-    assert frame(GPU, tmp_path) is first
+    (first,) = measured(tmp_path)
+    assert measured(tmp_path)[0] is first
     store.append(path, measurement("01_coalesced", FIRST, run=NEW))
-    assert list(frame(GPU, tmp_path)["name"]) == ["00_naive", "01_coalesced"]
+    assert [row.name for row in measured(tmp_path)] == ["00_naive", "01_coalesced"]
     path.write_bytes(path.read_bytes().replace(b"01_coalesced", b"02_half2__xx"))
-    assert list(frame(GPU, tmp_path)["name"]) == ["00_naive", "02_half2__xx"]
+    assert [row.name for row in measured(tmp_path)] == ["00_naive", "02_half2__xx"]
 
 
-def test_other_kinds_have_a_frame_too(tmp_path: Path) -> None:
-    write(tmp_path, NEW, profile("00_naive", FIRST, run=NEW), folder="profiles")
-    (row,) = frame(GPU, tmp_path, "profiles").to_dict("records")
-    assert (row["name"], row["problem"]) == ("00_naive", FIRST)
-    assert frame(GPU, tmp_path, "calls").empty
-    assert not select.select(frame(GPU, tmp_path))
+def test_nothing_is_chosen_of_nothing(tmp_path: Path) -> None:
+    assert not select.select(measured(tmp_path), sessions(GPU, tmp_path))
 
 
 def test_the_ladder_is_of_the_run_that_tried_most_of_it(tmp_path: Path) -> None:
     write(tmp_path, OLD, *(measurement(name, FIRST, run=OLD) for name in ("00_naive", "01_coalesced", "sdpa")))
     write(tmp_path, NEW, *(measurement(name, FIRST, run=NEW) for name in ("00_naive", "sdpa")))
-    rows = of_problem(frame(GPU, tmp_path), FIRST)
-    assert {row.run for row in select.select(rows, select.LADDER)} == {OLD}
+    assert {row.run for row in select.select(measured(tmp_path), {}, select.LADDER)} == {OLD}
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_what_is_selected_is_what_is_loaded(tmp_path: Path, mask: str) -> None:
     write_synthetic(tmp_path, GPU, problems=[Problem.parse(FIRST_SHAPE, mask=mask)])
-    rows = select.select(frame(GPU, tmp_path))
+    rows = select.select(measured(tmp_path), sessions(GPU, tmp_path))
     (loaded,) = select.load(GPU, tmp_path).problems.values()
     assert rows == loaded
 
