@@ -1,6 +1,6 @@
 """The caller's arrays and streams: NumPy, torch, CuPy, `__cuda_array_interface__` and DLPack. Nothing is copied.
 
-No library is imported unless an array of its own comes.
+No library but NumPy is imported unless an array of its own comes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+import ml_dtypes
+import numpy as np
 
 from flashlab.core.errors import (
     DeviceError,
@@ -110,11 +113,6 @@ def _text(named: Any) -> str:
     return str(named)
 
 
-def _is_numpy(obj: Any) -> bool:
-    """Whether it is a NumPy array, without importing NumPy."""
-    return any(cls.__module__ == "numpy" and cls.__name__ == "ndarray" for cls in type(obj).__mro__)
-
-
 def runs_on(q: Any, device: str | None, name: str = "q") -> str:
     """`cpu` or `gpu`: the device that was asked for, or where `q` lies, which errors call `name`.
 
@@ -135,7 +133,7 @@ def runs_on(q: Any, device: str | None, name: str = "q") -> str:
 
 def _memory_of(obj: Any) -> str | None:
     """`cpu` or `gpu`, where an array lies; None where that is not said."""
-    if _is_numpy(obj):
+    if isinstance(obj, np.ndarray):
         return "cpu"
     library = library_of(obj)
     if library == "torch" and hasattr(obj, "device"):
@@ -268,7 +266,7 @@ def on_device(obj: Any, name: str, stream: int | None = None) -> DeviceArray:
             owner=obj,
             library="cupy",
         )
-    if _is_numpy(obj):
+    if isinstance(obj, np.ndarray):
         raise DeviceError(
             f"{name}: wanted {_ON_GPU}, got a NumPy array in host memory. `cupy.asarray({name})` moves it."
         )
@@ -422,14 +420,12 @@ def on_host(obj: Any, name: str) -> DeviceArray:
             f"`{name}.cpu()` (torch) or `cupy.asnumpy({name})` brings it here; without device='cpu', arrays on a GPU "
             "run there."
         )
-    if not (_is_numpy(obj) or hasattr(obj, "__dlpack__")):
+    if not hasattr(obj, "__dlpack__"):
         raise _no_array(obj, name, _ON_HOST, "numpy")
-    import numpy as np
-
     library = library_of(obj)
     dtype = None
     try:
-        if _is_numpy(obj):
+        if isinstance(obj, np.ndarray):
             array = obj
         elif library == "torch":
             torch = importlib.import_module("torch")
@@ -498,9 +494,6 @@ class Place:
             torch = importlib.import_module("torch")
             return torch.empty(shape, dtype=getattr(torch, dtype), device=self.like.device)
         if self.stream is None:
-            import ml_dtypes
-            import numpy as np
-
             return np.empty(shape, dtype=ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
         if library == "cupy":
             cupy = importlib.import_module("cupy")

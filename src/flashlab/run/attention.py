@@ -22,6 +22,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from flashlab.build import compiler, triton_code
 from flashlab.build.compiler import Variant
 from flashlab.core.errors import EmulationError, ParameterError, TooLargeError, UnsupportedError
@@ -473,8 +475,6 @@ def _kernel_on_cpu(variant: Variant, *, schedule: str, races: bool) -> emulator.
 
 
 def _workspace_on_cpu(words: int, counters: int) -> Any:
-    import numpy as np
-
     work = np.full(words, _NAN, np.uint32)
     work[:counters] = 0
     return work
@@ -498,8 +498,6 @@ class EmulatedCall:
         surroundings: Mapping[str, Any] | None = None,
         count_fallbacks: bool = False,
     ) -> None:
-        import numpy as np
-
         assert kernel.launch_shape is not None
         self.planned, self.kernel, self.views = planned, kernel, views
         self.shape, self.grid = fitted(planned.problem, kernel.launch_shape)

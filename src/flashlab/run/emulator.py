@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
+import numpy as np
 from pydantic import TypeAdapter
 
 from flashlab.build import symbols
@@ -97,7 +98,7 @@ class Memory:
         key = (array.ctypes.data, array.shape, array.strides, str(array.dtype))
         if key in self._places:
             return self._places[key]
-        low, high = _extent(array if pointer.surroundings is None else pointer.surroundings)
+        low, high = np.lib.array_utils.byte_bounds(array if pointer.surroundings is None else pointer.surroundings)
         address = int(array.ctypes.data)
         if pointer.surroundings is not None and not (low <= address < high or array.size == 0):
             raise LayoutError(f"{fallback_name}: wanted surroundings that the array lies in, got another array")
@@ -120,8 +121,6 @@ class Memory:
         return -(-self._end // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def _views(self, memory: mmap.mmap) -> Iterator[tuple[Pointer, Any, Any]]:
-        import numpy as np
-
         for pointer, offset in self._copies:
             array, whole = pointer.array, pointer.surroundings
             if whole is not None:
@@ -143,18 +142,8 @@ class Memory:
                 ours[...] = theirs
 
 
-def _extent(array: Any) -> tuple[int, int]:
-    """First and one past the last byte of an array."""
-    steps = [stride * (length - 1) for length, stride in zip(array.shape, array.strides, strict=True) if length]
-    low = sum(step for step in steps if step < 0)
-    high = sum(step for step in steps if step > 0) + array.itemsize
-    return array.ctypes.data + low, array.ctypes.data + high
-
-
 def _argument_bytes(value: Any, size: int, index: int) -> bytes:
     """A scalar as the kernel's parameter of that size."""
-    import numpy as np
-
     what = f"argument {index}"
     try:
         if isinstance(value, int):

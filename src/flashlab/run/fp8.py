@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
+import ml_dtypes
+import numpy as np
+
 from flashlab.build import compiler
 from flashlab.build.compiler import Variant
 from flashlab.core.errors import DeviceError, DTypeError, EmulationError, LayoutError, ShapeError
@@ -94,14 +97,14 @@ def quantize_e4m3(x: Any) -> tuple[Any, Any]:
     if len(view.shape) != 4 or 0 in view.shape:
         raise ShapeError(f"x: wanted (batch, heads, length, head_dim), none of them 0, got shape {view.shape}")
     of_torch = view.library == "torch"
-    library = importlib.import_module("torch" if of_torch else "numpy")
+    library: Any = importlib.import_module("torch") if of_torch else np
     wide = x.float() if of_torch else view.owner.astype("float32", order="C")
     scale = library.amax(library.abs(wide), (-2, -1)) / LARGEST
     scale = library.where(scale == 0, library.ones_like(scale), scale)
     scaled = wide / scale[..., None, None]
     if of_torch:
         return scaled.to(library.float8_e4m3fn).contiguous(), scale
-    return scaled.astype(importlib.import_module("ml_dtypes").float8_e4m3fn), scale
+    return scaled.astype(ml_dtypes.float8_e4m3fn), scale
 
 
 def fp8_attention(
@@ -242,8 +245,6 @@ class _Call(NamedTuple):
 
     def on_cpu(self, run: EmulatedCall) -> list[emulator.Structure]:
         """The arguments of the second kernel on a CPU, as `EmulatedCall` takes them; the first is run."""
-        import numpy as np
-
         stored = {name: self.views[name].owner.view(np.uint8) for name in "QKV"}
         stored |= {name: scale.owner for name, scale in self.scales.items()}
         blocks = emulator.Pointer(array=np.zeros(self.blocks_shape, np.uint16), name="V_blocks")
@@ -356,9 +357,6 @@ def passes(
 
 def emulated_passes(run: EmulatedCall) -> list[emulator.Structure]:
     """f0_e4m3 on the CPU on 16-bit arrays: quantised by NumPy. See `attention._runner`."""
-    import ml_dtypes
-    import numpy as np
-
     narrow = np.float16 if run.planned.problem.dtype == "float16" else ml_dtypes.bfloat16
     stored = {name: quantize_e4m3(run.views[name].owner.view(narrow)) for name in "QKV"}
     views = {name: on_host(x, name) for name, (x, _) in stored.items()}

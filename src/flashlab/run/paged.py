@@ -17,6 +17,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from flashlab.build import compiler
 from flashlab.core.errors import (
     DeviceError,
@@ -351,7 +353,7 @@ def _check_on_cpu(call: _Call) -> None:
     """Look for the faults that the kernel counts; here they are there to be seen."""
     table, lengths, pool = call.views["page_table"].owner, call.views["lengths"].owner, call.views["K"]
     kept, (left, _) = lengths.clip(0)[:, None], call.plan.problem.reach
-    first_keys = pool.shape[2] * _numpy().arange(table.shape[1])
+    first_keys = pool.shape[2] * np.arange(table.shape[1])
     read = (first_keys < kept) & (first_keys + pool.shape[2] > kept - call.plan.problem.q_len - left)
     none = _first(table, read & ((table < 0) | (table >= pool.shape[0])))
     call.refuse(none, _first(lengths, (lengths < 0) | (lengths > call.plan.problem.kv_len)))
@@ -402,14 +404,10 @@ def _recipe(call: _Call, options: Mapping[str, Any]) -> recipes.Recipe:
 # --- any problem, in pages --------------------------------------------------------------------------------------------
 
 
-def _numpy() -> Any:
-    return importlib.import_module("numpy")
-
-
 def _table(problem: Problem, page_size: int) -> Any:
     """Page numbers, in a random order that is the same at each call: NumPy int32 (batch, pages a sequence)."""
     width = -(-problem.kv_len // page_size)
-    order = _numpy().random.default_rng(0).permutation(problem.batch * width)
+    order = np.random.default_rng(0).permutation(problem.batch * width)
     return order.astype("int32").reshape(problem.batch, width)
 
 
@@ -457,7 +455,7 @@ def passes(
 
 def emulated_passes(run: EmulatedCall) -> list[emulator.Structure]:
     """A stage on the CPU on arrays in any layout: keys and values are copied into pages. See `attention._runner`."""
-    problem, np, page_size = run.planned.problem, _numpy(), run.kernel.parameters["PAGE_SIZE"]
+    problem, page_size = run.planned.problem, run.kernel.parameters["PAGE_SIZE"]
     made = {"page_table": _table(problem, page_size), "lengths": np.full((problem.batch,), problem.kv_len, np.int32)}
     for name in "KV":
         bits = run.views[name].owner.view(np.uint16)

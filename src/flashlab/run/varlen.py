@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from flashlab.run import arrays, gpu, recipes
 from flashlab.run.attention import first_call
 from flashlab.run.plan import Sequences, by_head, check_cu_seqlens, check_lengths
@@ -88,8 +90,6 @@ def varlen_attention(
 
 def _check(q: Any, k: Any, sequences: Sequences) -> None:
     """Read the numbers back from the GPU and raise what is wrong with them: InputError."""
-    import numpy as np
-
     gpu.require()
     numbers = []
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
