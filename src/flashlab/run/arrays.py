@@ -66,13 +66,17 @@ class DeviceArray:
         return "host memory" if self.device == HOST else f"GPU {self.device}"
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return _BYTES.get(self.dtype, BYTES_PER_ELEMENT)
+
+    @property
     def extent(self) -> tuple[int, int]:
         """First and one past the last byte that it touches."""
         steps = [stride * (length - 1) for length, stride in zip(self.shape, self.strides, strict=True)]
         low = sum(step for step in steps if step < 0)
         high = sum(step for step in steps if step > 0) + 1
-        size = _BYTES.get(self.dtype, BYTES_PER_ELEMENT)
-        return self.pointer + low * size, self.pointer + high * size
+        return self.pointer + low * self.itemsize, self.pointer + high * self.itemsize
 
     @property
     def overlaps_itself(self) -> bool:

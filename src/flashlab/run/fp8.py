@@ -42,7 +42,19 @@ from flashlab.run.arrays import (
     torch_stream,
 )
 from flashlab.run.attention import EmulatedCall, run_on_cpu
-from flashlab.run.plan import Plan, check_dtype, check_layout, check_out, outputs_of, planned, problem_of, tunables
+from flashlab.run.plan import (
+    ROW_ALIGNMENT_BYTES,
+    Plan,
+    check_contiguous,
+    check_dtype,
+    check_layout,
+    check_out,
+    outputs_of,
+    planned,
+    problem_of,
+    tunables,
+    why_slow,
+)
 
 if TYPE_CHECKING:
     from flashlab.run.tensor_map import TensorMap
@@ -52,7 +64,6 @@ TRANSPOSE = "transpose_f0_e4m3"
 """The kernel that goes before, in the same file."""
 LARGEST = 448.0
 """The largest number of e4m3."""
-_ALIGNMENT = 16
 _WGMMA_ROWS = 64
 _STEP_KEYS = 32
 _COPY_ROWS = 34
@@ -189,13 +200,10 @@ def _stored(view: DeviceArray, name: str) -> DeviceArray:
         raise DTypeError(
             f"{name}: wanted float8_e4m3fn, got {view.dtype}. `flashlab.quantize_e4m3({name})` makes one and its scale."
         )
-    if len(view.shape) == 4:
-        steps = [step for length, step in zip(view.shape[:3], view.strides[:3], strict=True) if length > 1]
-        if view.pointer % _ALIGNMENT or any(step % _ALIGNMENT or step <= 0 for step in steps):
-            raise LayoutError(
-                f"{name}: wanted rows on {_ALIGNMENT}-byte boundaries, got address {view.pointer:#x} and strides "
-                f"{view.strides}. A contiguous copy works."
-            )
+    if reason := why_slow(name, view, tensor_maps=True):
+        raise LayoutError(
+            f"{name}: wanted rows on {ROW_ALIGNMENT_BYTES}-byte boundaries, as in a contiguous copy; {reason}"
+        )
     return view
 
 
@@ -203,8 +211,7 @@ def _scale(name: str, view: DeviceArray, wanted: tuple[int, int], q: DeviceArray
     check_dtype(name, view, "float32")
     if view.shape != wanted:
         raise ShapeError(f"{name}: wanted (batch, heads), {wanted}, got shape {view.shape}")
-    if view.strides != contiguous_strides(wanted):
-        raise LayoutError(f"{name}: wanted a contiguous array, got strides {view.strides} over shape {view.shape}")
+    check_contiguous(name, view)
     check_layout(name, view, q)
     return view
 

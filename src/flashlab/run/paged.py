@@ -24,7 +24,6 @@ from flashlab.core.errors import (
     DeviceError,
     DTypeError,
     InputError,
-    LayoutError,
     ParameterError,
     ShapeError,
     UnknownStageError,
@@ -42,6 +41,7 @@ from flashlab.run.plan import (
     check_dtype,
     check_layout,
     check_out,
+    check_writable,
     outputs_of,
     planned,
     problem_of,
@@ -59,8 +59,6 @@ _VIEWS = ("Q", "K", "V", "page_table", "lengths", "O")
 """What a call is of, by the names of the fields that hold the addresses, in the order of `paged_attention`."""
 _FAULTS = 2
 """Counters of a launch: page numbers that are none, lengths below 0 or beyond the page table."""
-_MOST_HEADS = 65535
-"""K/V heads: what a grid has room for, and stages with equal shares for their numbers."""
 _GARBAGE = 0x7FFF
 """The bits of a NaN in either element type: what a page holds where it holds no key."""
 
@@ -234,8 +232,8 @@ def _check_appended(views: Mapping[str, DeviceArray]) -> None:
         )
     _check_pages(table, lengths, k, "k")
     for name, view in views.items():
-        if name in ("k_cache", "v_cache") and (view.readonly or view.overlaps_itself):
-            raise LayoutError(f"{name}: wanted memory to write to, got a read-only, expanded or overlapping view")
+        if name in ("k_cache", "v_cache"):
+            check_writable(name, view)
         if name in ("v_cache", "k", "v") and view.dtype != k_cache.dtype:
             raise DTypeError(f"{name}: wanted the type of k_cache, {k_cache.dtype}, got {view.dtype}")
         if view.device != k_cache.device:
@@ -252,7 +250,7 @@ def _check_cache(k: DeviceArray, v: DeviceArray) -> None:
 
 
 def _check_pages(table: DeviceArray, lengths: DeviceArray, of: DeviceArray, name: str) -> None:
-    """Raise what is wrong with both, but for their numbers: DTypeError, ShapeError, LayoutError.
+    """Raise what is wrong with both, but for their numbers: DTypeError, ShapeError.
 
     They are for the sequences of an array that errors call `name`.
     """
@@ -261,8 +259,6 @@ def _check_pages(table: DeviceArray, lengths: DeviceArray, of: DeviceArray, name
         dims = 2 if array is table else 1
         if len(array.shape) != dims or array.shape[:1] != of.shape[:1] or 0 in array.shape[1:]:
             raise ShapeError(f"{what}: wanted {wanted} for {name} of shape {of.shape}, got shape {array.shape}")
-        if array.strides[-1] != 1 and array.shape[-1] > 1:
-            raise LayoutError(f"{what}: wanted a contiguous last dimension, got strides {array.strides} (elements)")
 
 
 def _first(array: Any, off: Any) -> str:
@@ -309,8 +305,6 @@ def _problem(inputs: Mapping[str, DeviceArray], table: DeviceArray, lengths: Dev
     sizes = registry.get(STAGE).params["PAGE_SIZE"].choices
     if page_size not in sizes:
         raise ShapeError(f"k_cache: wanted pages of {', '.join(map(str, sizes))} keys, got {page_size}")
-    if kv_heads > _MOST_HEADS:
-        raise ShapeError(f"k_cache: wanted at most {_MOST_HEADS} K/V heads, got {kv_heads}")
     as_sequences = (q.shape[0], kv_heads, table.shape[1] * page_size, head_dim)
     sequences = {name: replace(array, shape=as_sequences) for name, array in inputs.items() if name != "q"}
     problem = problem_of({"q": q, **sequences}, causal)
