@@ -374,7 +374,6 @@ def launch(
     smem_bytes: int | None = None,
     schedule: str = "ascending",
     threads: int | None = None,
-    blocks: int | None = None,
     early: bool = False,
     timeout_s: float | None = DEFAULT_TIMEOUT_S,
     cancel: threading.Event | None = None,
@@ -389,7 +388,6 @@ def launch(
         smem_bytes: dynamic shared memory a block; the launch shape's where None.
         schedule: `ascending`, `descending` or `seeded:N`: the order in which warps take their turns.
         threads: operating-system threads, each with one block at a time; one for each core where None.
-        blocks: run only so many blocks, the first.
         early: as a GPU launches a kernel before the one before has ended. With hooks, what a thread reads or writes in
             global memory before its griddepcontrol.wait is a finding; an ld.relaxed of an input is none, and finds what
             is there or, as `schedule` has it, anything else.
@@ -405,7 +403,7 @@ def launch(
     check_limits(timeout_s, threads)
     if block is None and emulated.launch_shape is None:
         raise ParameterError(f"block: wanted the number of threads: {emulated.name} defines no launch_shape")
-    numbers = {"smem": smem_bytes, "threads": threads, "blocks": blocks}
+    numbers = {"smem": smem_bytes, "threads": threads}
     lines = [
         f"grid {_dim3(grid, 'grid')}",
         f"cluster {_dim3(cluster, 'cluster')}",
