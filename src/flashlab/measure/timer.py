@@ -360,7 +360,6 @@ def _watching(backend: CudaBackend) -> Iterator[list[State]]:
 
 
 _REASON_NAMES = {
-    0x1: "gpu_idle",
     0x2: "applications_clocks_setting",
     0x4: "sw_power_cap",
     0x8: "hw_slowdown",
@@ -372,17 +371,13 @@ _REASON_NAMES = {
     0x200: "board_limit",
     0x400: "reliability",
 }
-"""NVML's nvmlClocksEventReasons (nvml.h), in snake case."""
+"""NVML's nvmlClocksEventReasons (nvml.h), in snake case, but for 0x1: idleness limits nothing."""
 
 
 def throttle_reasons(mask: int) -> tuple[str, ...]:
-    """The names in NVML's bit mask; an unknown bit by its value. Idleness limits nothing and is left out."""
-    names = []
-    for bit in range(64):
-        value = 1 << bit
-        if mask & value and value != 0x1:
-            names.append(_REASON_NAMES.get(value, f"unknown_{value:#x}"))
-    return tuple(names)
+    """The names in NVML's bit mask; an unknown bit by its value."""
+    bits = (1 << bit for bit in range(1, 64))
+    return tuple(_REASON_NAMES.get(bit, f"unknown_{bit:#x}") for bit in bits if mask & bit)
 
 
 @cache

@@ -348,8 +348,6 @@ def plain(
     causal: bool,
     dtype: DType,
     precision: Precision = "input",
-    window: Window = NO_WINDOW,
-    softcap: float = 0.0,
     scale: float | None = None,
     xp: Any = np,
 ) -> Array:
@@ -360,13 +358,13 @@ def plain(
     Returns:
         The output (batch, q_heads, q_len, head_dim), stored as `pack` does.
     """
-    problem = problem_of(q, k, v, causal=causal, window=window, softcap=softcap)
+    problem = problem_of(q, k, v, causal=causal)
     scale = default_scale(problem.head_dim) if scale is None else scale
-    how: dict[str, Any] = {"scale": scale, "dtype": dtype, "precision": precision, "softcap": softcap}
+    how: dict[str, Any] = {"scale": scale, "dtype": dtype, "precision": precision, "xp": xp}
     out = xp.empty(q.shape, dtype=xp.float32)
     flat = out.reshape(-1, *out.shape[2:])
     for tile in tiles(problem):
-        flat[tile.pairs, tile.span], _ = plain_tile(q, k, v, tile, **how, xp=xp)
+        flat[tile.pairs, tile.span], _ = plain_tile(q, k, v, tile, **how)
     return pack(out, dtype, xp)
 
 
