@@ -117,24 +117,6 @@ def _text(named: Any) -> str:
     return str(named)
 
 
-def runs_on(q: Any, device: str | None, name: str = "q") -> str:
-    """`cpu` or `gpu`: the device that was asked for, or where `q` lies, which errors call `name`.
-
-    Raises:
-        ParameterError: no such device.
-        DeviceError: `q` is no array, and no device was asked for.
-    """
-    devices = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu"}
-    if device is None:
-        memory = _memory_of(q)
-        if memory is None:
-            raise _no_array(q, name, _ANYWHERE, "numpy")
-        return memory
-    if not isinstance(device, str) or device not in devices:
-        raise ParameterError(f"device: wanted {', '.join(devices)}, or None for where the arrays are, got {device!r}")
-    return devices[device]
-
-
 def _memory_of(obj: Any) -> str | None:
     """`cpu` or `gpu`, where an array lies; None where that is not said."""
     if isinstance(obj, np.ndarray):
@@ -518,7 +500,13 @@ def place_of(q: Any, stream: Any | None, device: str | None = None, name: str = 
         ParameterError: a stream for a run on the CPU, none that can be read, or no such device.
         DeviceError, DTypeError: Q is no array.
     """
-    if runs_on(q, device, name) == "cpu":
+    devices = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu"}
+    if device is not None and (not isinstance(device, str) or device not in devices):
+        raise ParameterError(f"device: wanted {', '.join(devices)}, or None for where the arrays are, got {device!r}")
+    memory = _memory_of(q) if device is None else devices[device]
+    if memory is None:
+        raise _no_array(q, name, _ANYWHERE, "numpy")
+    if memory == "cpu":
         if stream is not None:
             raise ParameterError("stream: wanted None for a run on the CPU, which is done when the call returns")
         return Place(q, None)

@@ -679,9 +679,7 @@ def attention(
         UnsupportedError: no stage, or not the named one, runs this here; TooLargeError on a CPU that would take long.
         NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: as they say.
     """
-    # 1, 1.0 and True are one key, and one of them is no scale.
-    kinds = (type(causal), type(window), type(softcap), type(scale))
-    asked = (causal, window, softcap, scale, kinds, stage, return_lse, device)
+    asked = (causal, window, softcap, scale, stage, return_lse, device)
     key, addresses, again = recipes.kept((q, k, v), out, asked, params)
     if again is not None:
         return again(q, addresses, out, return_lse, stream)

@@ -136,9 +136,7 @@ def paged_attention(
         UnsupportedError: the kernel does not run this here.
         NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: as they say.
     """
-    # 1, 1.0 and True are one key, and one of them is no scale.
-    kinds = (type(causal), type(window), type(softcap), type(scale))
-    asked = (stage, causal, window, softcap, scale, kinds, return_lse, check)
+    asked = (stage, causal, window, softcap, scale, return_lse, check)
     key, addresses, again = recipes.kept((q, k_cache, v_cache, page_table, lengths), out, asked, params)
     if again is not None:
         return again(q, addresses, out, return_lse, stream)
