@@ -436,6 +436,9 @@ def test_a_log_sum_exp_lies_apart_and_may_be_written() -> None:
     lse.flags.writeable = False
     with pytest.raises(errors.LayoutError, match="lse: wanted memory that may be written, got a read-only"):
         flashlab.emulate(q, k, v, lse=lse)
+    halfway = memory[2:18].view(np.float32).reshape(1, 1, 4)
+    with pytest.raises(errors.LayoutError, match="lse: wanted an address that is a multiple of 4, got 0x"):
+        flashlab.emulate(*(np.zeros((1, 1, 4, 64), np.float16) for _ in "qkv"), lse=halfway)
     with pytest.raises(errors.DeviceError, match=r"`numpy\.asarray\(lse, dtype=numpy\.float32\)` makes"):
         flashlab.emulate(q, k, v, lse=[0.0])
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from flashlab.core.errors import DeviceError, DTypeError, InputError, LayoutError, ParameterError, ShapeError
-from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, NO_WINDOW, SIZES, UNLIMITED, Problem, Window
+from flashlab.core.problem import DTYPES, NO_WINDOW, SIZES, UNLIMITED, Problem, Window
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.run import choice
@@ -343,10 +343,8 @@ def check_layout(name: str, array: DeviceArray, q: DeviceArray) -> None:
             f"{name}: wanted a contiguous last dimension, got strides {array.strides} (elements); the others may "
             f"be anything. `{name}.contiguous()` (torch) or `ascontiguousarray({name})` (NumPy, CuPy) makes one."
         )
-    if array.pointer % BYTES_PER_ELEMENT:
-        raise LayoutError(
-            f"{name}: wanted an address that is a multiple of {BYTES_PER_ELEMENT}, got {array.pointer:#x}"
-        )
+    if array.pointer % array.itemsize:
+        raise LayoutError(f"{name}: wanted an address that is a multiple of {array.itemsize}, got {array.pointer:#x}")
 
 
 def check_out(out: DeviceArray, inputs: Mapping[str, DeviceArray], dtype: str | None = None) -> None:
