@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from flashlab.build import cache, triton_code
-from flashlab.build.parallel import on_all_cores
+from flashlab.build.parallel import Follow, ignore, on_all_cores
 from flashlab.build.sources import contents, quote, read, readable, shown
 from flashlab.core.errors import CompileError, MissingPackageError, ParameterError, PerformanceWarningError
 from flashlab.core.paths import KERNELS, digest
@@ -378,19 +378,20 @@ def jobs(
 def compile_many(
     work: Sequence[Job],
     *,
-    progress: Callable[[int, Job, Cubin | CompileError], None] | None = None,
+    follow: Follow = ignore,
 ) -> tuple[Cubin | CompileError, ...]:
     """Compile several variants at once; a refused one is returned in its place, so that the others still come.
-
-    Args:
-        progress: as `on_all_cores` takes it.
 
     Raises:
         As `compile_stage`, but for CompileError and PerformanceWarningError, which are returned.
     """
     if any(job.stage.language == "cuda" for job in work):
         toolchain()
-    return tuple(on_all_cores(_compile_job, work, progress=progress))
+    return tuple(on_all_cores(_compile_job, work, what=_said, follow=follow))
+
+
+def _said(job: Job, made: Cubin | CompileError) -> str:
+    return f"{'refused' if isinstance(made, CompileError) else 'compiled'}: {job.label}"
 
 
 def _compile_job(job: Job) -> Cubin | CompileError:
