@@ -50,16 +50,14 @@ def problem_of(q: Array, k: Array, v: Array, *, causal: bool, dtype: DType = "fl
     Raises:
         ShapeError: they are none.
     """
-    shapes = [tuple(int(n) for n in x.shape) for x in (q, k, v)]
-    got = ", ".join(f"{name} {shape}" for name, shape in zip("qkv", shapes, strict=True))
-    if any(len(shape) != 4 for shape in shapes) or any(0 in shape for shape in shapes):
-        raise ShapeError(f"wanted non-empty q, k, v of four dimensions (batch, heads, length, head_dim), got {got}")
-    (batch, q_heads, q_len, head_dim), (_, kv_heads, kv_len, _), v_shape = shapes
-    if shapes[1] != (batch, kv_heads, kv_len, head_dim) or v_shape != shapes[1] or q_heads % kv_heads:
+    q_shape, k_shape, v_shape = shapes = [tuple(int(n) for n in x.shape) for x in (q, k, v)]
+    if len(q_shape) != 4 or len(k_shape) != 4 or k_shape != v_shape or q_shape[::3] != k_shape[::3]:
+        got = ", ".join(f"{name} {shape}" for name, shape in zip("qkv", shapes, strict=True))
         raise ShapeError(
-            "wanted k and v of one shape, q's batch and head_dim, and heads that divide q's, "
-            f"for example q (2, 8, 128, 64) with k, v (2, 4, 256, 64), got {got}"
+            "wanted q (batch, q_heads, q_len, head_dim), k and v (batch, kv_heads, kv_len, head_dim), for example "
+            f"(2, 8, 128, 64) and (2, 4, 256, 64), got {got}"
         )
+    (batch, q_heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q_shape, k_shape
     mask = "causal" if causal else "full"
     return Problem.of(batch, q_heads, kv_heads, q_len, kv_len, head_dim, dtype=dtype, mask=mask, **features)
 
