@@ -122,7 +122,7 @@ def test_compile_failure_shows_source_line_command_and_log(run: Run, monkeypatch
     error = CompileError(
         "a.cu: refused", command="nvrtc a.cu", log="a.cu(3): error: what", source_line="a.cu:3: what()"
     )
-    monkeypatch.setattr(compiler, "compile_many", lambda work, progress: tuple(error for _ in work))
+    monkeypatch.setattr(compiler, "compile_many", lambda work, follow: tuple(error for _ in work))
     result = run("compile", FIRST_STAGE, "--arch", "sm_80")
     assert result.code == 1
     for part in ("a.cu: refused", "a.cu:3: what()", "nvrtc a.cu", "error: what"):

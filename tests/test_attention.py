@@ -316,8 +316,8 @@ def test_host_memory_is_refused_where_a_gpu_was_asked_for(device: str) -> None:
         ((qkv()[0], qkv(batch=3)[1], qkv(batch=3)[2]), errors.ShapeError, "batch of q, 2, got 3"),
         ((qkv()[0], qkv()[1], qkv(kv_len=9)[2]), errors.ShapeError, "shape of k"),
         (qkv(heads=4, kv_heads=3), errors.ShapeError, "multiple of kv_heads"),
-        (qkv(heads=65536, kv_heads=65536), errors.ShapeError, "65535 as heads"),
-        (qkv(batch=65536), errors.ShapeError, "65535 as batch"),
+        (qkv(heads=65536, kv_heads=65536), errors.ShapeError, "q_heads: wanted at most 65535, got 65536"),
+        (qkv(batch=65536), errors.ShapeError, "batch: wanted at most 65535, got 65536"),
         (qkv(dtype="float32"), errors.DTypeError, "float16 or bfloat16, got float32"),
         ((*qkv()[:2], qkv(dtype="bfloat16")[2]), errors.DTypeError, "one type"),
         ((*qkv()[:2], qkv(device=1)[2]), errors.DeviceError, "got GPU 1"),
@@ -430,6 +430,9 @@ def test_a_log_sum_exp_lies_apart_and_may_be_written() -> None:
     lse.flags.writeable = False
     with pytest.raises(errors.LayoutError, match="lse: wanted memory that may be written, got a read-only"):
         flashlab.emulate(q, k, v, lse=lse)
+    halfway = memory[2:18].view(np.float32).reshape(1, 1, 4)
+    with pytest.raises(errors.LayoutError, match="lse: wanted an address that is a multiple of 4, got 0x"):
+        flashlab.emulate(*(np.zeros((1, 1, 4, 64), np.float16) for _ in "qkv"), lse=halfway)
     with pytest.raises(errors.DeviceError, match=r"`numpy\.asarray\(lse, dtype=numpy\.float32\)` makes"):
         flashlab.emulate(q, k, v, lse=[0.0])
 

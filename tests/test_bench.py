@@ -748,6 +748,13 @@ def test_an_estimate_counts_what_is_taken() -> None:
     )
 
 
+def test_an_estimate_leaves_out_libraries_that_do_not_take_the_problem() -> None:
+    windowed = Problem.parse(FIRST_SHAPE, window=(511, -1))
+    what: dict[str, Any] = {"stages": ["16_ones_column"], "peers": ["sdpa", "flex", "flashinfer"]}
+    assert _seconds(windowed, **what).implementations == 2
+    assert _seconds(Problem.parse(FIRST_SHAPE), **what).implementations == 3, "FlashInfer decodes"
+
+
 def test_an_estimate_counts_second_rows() -> None:
     first = Problem.parse(FIRST_SHAPE)
     plan = Plan(cold_samples=0, sustained_seconds=5.0)

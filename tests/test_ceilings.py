@@ -19,4 +19,4 @@ def test_the_ceilings_that_figures_draw_are_there() -> None:
     drawn = {"copy", "l2_read", "smem_read", "fp32_fma", "half2_fma", "exp2", "tensor_float16", "mma_sync_float16"}
     assert drawn <= set(CEILINGS)
     with pytest.raises(errors.ParameterError, match="smem_read"):
-        ceilings.measure("speed", None, 0, 0)  # type: ignore[arg-type]
+        ceilings.require(["speed"])

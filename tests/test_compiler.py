@@ -194,8 +194,8 @@ def test_every_choice_of_a_tunable_compiles_for_some_head_dim(stage: Stage, whol
 def test_what_was_compiled_cold_comes_from_the_cache_the_same(empty_cache: Path) -> None:
     work = [job for one in REPORTED for job in ends_of(part_of(compiler.jobs([STAGES[one]])))]
     seen: list[str] = []
-    results = compiler.compile_many(work, progress=lambda _, job, __: seen.append(job.label))
-    assert sorted(seen) == sorted(job.label for job in work)
+    results = compiler.compile_many(work, follow=lambda *step: seen.append(step[2]))
+    assert sorted(seen) == sorted(f"compiled: {job.label}" for job in work)
     assert not any(isinstance(r, CompileError) or r.cached for r in results)
     for first, second in zip(results, compiler.compile_many(work), strict=True):
         assert isinstance(first, Cubin)

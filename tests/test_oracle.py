@@ -173,7 +173,7 @@ def test_inputs_are_seeded_normal_and_of_the_problem() -> None:
 )
 def test_shapes_that_are_no_problem_are_refused(shapes: tuple[tuple[int, ...], ...]) -> None:
     q, k, v = (np.zeros(shape, np.float16) for shape in shapes)
-    with pytest.raises(ShapeError, match=r"wanted .*, got q "):
+    with pytest.raises(ShapeError, match=r"wanted .*, got "):
         attention(q, k, v, causal=False)
 
 

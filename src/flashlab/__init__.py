@@ -41,18 +41,7 @@ _PUBLIC = {
     "Sequences": "flashlab.run.plan",
     "varlen_attention": "flashlab.run.varlen",
 }
-__all__ = [
-    "Sequences",
-    "__version__",
-    "append_kv",
-    "attention",
-    "emulate",
-    "fp8_attention",
-    "paged_attention",
-    "prepare",
-    "quantize_e4m3",
-    "varlen_attention",
-]
+__all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from flashlab.build import cache, triton_code
-from flashlab.build.parallel import on_all_cores
+from flashlab.build.parallel import Follow, ignore, on_all_cores
 from flashlab.build.sources import contents, quote, read, readable, shown
 from flashlab.core.errors import CompileError, MissingPackageError, ParameterError, PerformanceWarningError
-from flashlab.core.paths import KERNELS, ROOT, digest
+from flashlab.core.paths import KERNELS, digest
 from flashlab.core.problem import DType, Feature, Problem
 from flashlab.kernels.registry import (
     ARCHS,
@@ -378,19 +378,20 @@ def jobs(
 def compile_many(
     work: Sequence[Job],
     *,
-    progress: Callable[[int, Job, Cubin | CompileError], None] | None = None,
+    follow: Follow = ignore,
 ) -> tuple[Cubin | CompileError, ...]:
     """Compile several variants at once; a refused one is returned in its place, so that the others still come.
-
-    Args:
-        progress: as `on_all_cores` takes it.
 
     Raises:
         As `compile_stage`, but for CompileError and PerformanceWarningError, which are returned.
     """
     if any(job.stage.language == "cuda" for job in work):
         toolchain()
-    return tuple(on_all_cores(_compile_job, work, progress=progress))
+    return tuple(on_all_cores(_compile_job, work, what=_said, follow=follow))
+
+
+def _said(job: Job, made: Cubin | CompileError) -> str:
+    return f"{'refused' if isinstance(made, CompileError) else 'compiled'}: {job.label}"
 
 
 def _compile_job(job: Job) -> Cubin | CompileError:
@@ -576,7 +577,7 @@ def _by_nvrtc(request: _Request) -> tuple[bytes, dict[str, Any]]:
     if code is not None:
         return code, {"log": log}
     in_assembly = re.search(r"^ptxas .*error", log, re.MULTILINE)
-    line = _ptx_source_line(request) if in_assembly else _source_line(request, log)
+    line = _ptx_source_line(request) if in_assembly else _source_line(log)
     raise request.error(f"wanted machine code for {request.arch}, got an error:", log, source_line=line)
 
 
@@ -640,13 +641,13 @@ def _run_here(request: _Request, ptx: bool) -> tuple[bytes | None, str]:
         nvrtc.nvrtcDestroyProgram(program)
 
 
-def _source_line(request: _Request, log: str) -> str | None:
+def _source_line(log: str) -> str | None:
     """`file:line: text` of the error in a compiler log that says most: a static_assert's, else the first."""
     errors = re.findall(r"^(\S.*)\((\d+)\): (?:\w+ )?error\b(.*)", log, re.MULTILINE)
     if not errors:
         return None
     file, line, _ = next((error for error in errors if "static assertion failed" in error[2]), errors[0])
-    return _quote(request, file, int(line))
+    return quote(file, int(line))
 
 
 def _ptx_source_line(request: _Request) -> str | None:
@@ -665,11 +666,7 @@ def _ptx_source_line(request: _Request) -> str | None:
     locations = re.findall(r"^\s*\.loc\s+(\d+)\s+(\d+)", "\n".join(text.splitlines()[: int(match[1])]), re.MULTILINE)
     if not locations or locations[-1][0] not in files:
         return None
-    return _quote(request, files[locations[-1][0]], int(locations[-1][1]))
-
-
-def _quote(request: _Request, file: str, line: int) -> str:
-    return quote(file, line, request.text if ROOT / file == request.source else None)
+    return quote(files[locations[-1][0]], int(locations[-1][1]))
 
 
 # --- reading what came out ---

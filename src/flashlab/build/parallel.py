@@ -14,24 +14,27 @@ Follow = Callable[[int, int, str], None]
 """Told at every step of something long: how many are done, of how many, and what it is."""
 
 
+def ignore(*_: object) -> None:
+    """A `Follow`, say, that is told in vain."""
+
+
 def cores() -> int:
     """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def on_all_cores(
     function: Callable[[Item], Result],
     items: Sequence[Item],
     *,
-    progress: Callable[[int, Item, Result], None] | None = None,
+    what: Callable[[Item, Result], str] = lambda *_: "",
+    follow: Follow = ignore,
     cancel: threading.Event | None = None,
 ) -> list[Result]:
     """The function's result for each item, in their order.
 
     Args:
-        progress: called in the caller's thread as each one ends: how many are done, the item and its result.
+        what: for people, of an item and its result: what `follow` is told, in the caller's thread, as each one ends.
         cancel: set where anything is raised, an interrupt included, so that running calls can stop.
 
     Raises:
@@ -44,8 +47,7 @@ def on_all_cores(
             for done, future in enumerate(as_completed(futures), 1):
                 index = futures[future]
                 results[index] = future.result()
-                if progress:
-                    progress(done, items[index], results[index])
+                follow(done, len(items), what(items[index], results[index]))
         except BaseException:
             if cancel is not None:
                 cancel.set()

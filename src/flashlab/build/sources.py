@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -35,15 +36,16 @@ def read(source: Path, language: str) -> str:
         raise ParameterError(f"source: wanted a {language} file, got {source}: {error}") from error
 
 
-def quote(file: str | Path, line: int, text: str | None = None) -> str:
-    """`file:line: text` of a line, counted from 1; `text` is the file's content where it is known already."""
+def line_of(path: Path, line: int) -> str:
+    """A line of a file as it is now, counted from 1, without its indentation; empty where it cannot be read."""
+    linecache.checkcache(str(path))
+    return linecache.getline(str(path), line).strip()
+
+
+def quote(file: str | Path, line: int) -> str:
+    """`file:line: text` of a line, counted from 1."""
     path = ROOT / file
-    try:
-        lines = (path.read_text(encoding="utf-8", errors="replace") if text is None else text).splitlines()
-        quoted = lines[line - 1].strip()
-    except (OSError, IndexError):
-        quoted = "(cannot be read)"
-    return f"{shown(path)}:{line}: {quoted}"
+    return f"{shown(path)}:{line}: {line_of(path, line)}"
 
 
 def included(source: Path, text: str, folders: Sequence[Path]) -> set[Path]:

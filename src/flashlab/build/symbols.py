@@ -6,7 +6,6 @@ position-independent executable on Linux. It is a return address: the instructio
 
 from __future__ import annotations
 
-import linecache
 import os
 import re
 import shutil
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from flashlab.build.sources import shown
+from flashlab.build.sources import line_of, shown
 from flashlab.core.paths import KERNELS
 
 EMULATION = KERNELS / "emulation"
@@ -49,8 +48,7 @@ class Frame:
     @property
     def text(self) -> str:
         """The line of source as it is in the file now, without its indentation; empty where it cannot be read."""
-        linecache.checkcache(str(self.file))
-        return linecache.getline(str(self.file), self.line).strip()
+        return line_of(self.file, self.line)
 
     @property
     def emulated(self) -> bool:

@@ -61,7 +61,7 @@ def compile_(
             f"arch: wanted one that a named stage is compiled for, got {', '.join(arch or ())}. Compiled are {able}"
         )
     with following("compiling", lines=False) as follow:
-        results = compiler.compile_many(jobs, progress=lambda done, job, _: follow(done, len(jobs), job.label))
+        results = compiler.compile_many(jobs, follow=follow)
     rows: list[dict[str, Any]] = []
     for job, result in zip(jobs, results, strict=True):
         rows.append({"stage": job.stage.id, "arch": job.arch, "head_dim": job.head_dim, "dtype": job.dtype})

@@ -82,6 +82,11 @@ class Peer:
 
     def limits(self, problem: Problem) -> str | None:
         """Why this problem is beyond it, from the problem alone; None when it is not."""
+        if self.max_q_len is not None and problem.q_len > self.max_q_len:
+            return f"it is measured with at most {self.max_q_len} query rows a sequence, got {problem.q_len}"
+        for name in problem.features:
+            if name not in self.features:
+                return f"it is called without a {name}"
         return next(filter(None, (limit(problem) for limit in self.refuses)), None)
 
     def wrote_lse(self, choice: str = "") -> bool | None:
@@ -114,11 +119,7 @@ class Peer:
                 raise UnsupportedError(f"{self.name} needs compute capability {low}{high}; this GPU has {have}")
             if problem.dtype == "bfloat16" and compute_capability < (8, 0):
                 raise UnsupportedError(f"bfloat16 needs compute capability 8.0 or newer; this GPU has {have}")
-        limit = next((f"it is called without a {name}" for name in problem.features if name not in self.features), None)
-        limit = limit or self.limits(problem)
-        if self.max_q_len is not None and problem.q_len > self.max_q_len:
-            limit = f"it is measured with at most {self.max_q_len} query rows a sequence, got {problem.q_len}"
-        if limit:
+        if limit := self.limits(problem):
             raise UnsupportedError(f"{self.name}: {limit}")
         if self.needs_memory and free_bytes is not None:
             wanted = score_bytes(problem)

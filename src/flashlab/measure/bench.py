@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from flashlab.build import compiler, triton_code
-from flashlab.build.parallel import Follow
+from flashlab.build.parallel import Follow, ignore
 from flashlab.core.errors import CompileError, MissingPackageError, ParameterError
 from flashlab.core.inputs import NORMAL
 from flashlab.core.problem import Cache, Problem
@@ -229,7 +229,7 @@ def compile_for(
     slug: str | None,
     aligned: Sequence[bool] = (True,),
     line_info: bool = False,
-    progress: Follow = lambda *_: None,
+    progress: Follow = ignore,
 ) -> dict[tuple[Problem, str], compiler.Cubin | CompileError]:
     """As `compile_ahead`, for any GPU: `slug` is its folder, whose table completes tunables; None for no table.
 
@@ -257,11 +257,7 @@ def compile_for(
                 jobs.setdefault(job.label, job)
                 labels.setdefault((problem, name), job.label)
 
-    def report(done: int, job: compiler.Job, outcome: compiler.Cubin | CompileError) -> None:
-        said = "refused" if isinstance(outcome, CompileError) else "compiled"
-        progress(done, len(jobs), f"{said}: {job.label}")
-
-    made = dict(zip(jobs, compiler.compile_many(list(jobs.values()), progress=report), strict=True))
+    made = dict(zip(jobs, compiler.compile_many(list(jobs.values()), follow=progress), strict=True))
     return {what: made[label] for what, label in labels.items()}
 
 

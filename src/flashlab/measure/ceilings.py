@@ -199,10 +199,8 @@ def measure(name: str, timer: Timer, device: int, stream: int) -> dict[str, Any]
     """Measure a ceiling in bursts: the fields of a `schema.Ceiling` but its header and kind.
 
     Raises:
-        ParameterError: it is no ceiling.
         MissingPackageError, LaunchError, CompileError, ImportError: as the workload's building or running raises.
     """
-    (name,) = require([name])
     workload = CEILINGS[name](device, stream)
     taken = timer.burst({name: workload.run}, samples=20)[name]
     value = value_of(workload.amount, workload.unit, taken.median_us)

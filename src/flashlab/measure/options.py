@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from flashlab.build.parallel import Follow
+from flashlab.build.parallel import Follow, ignore
 from flashlab.core.errors import ParameterError
 from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.paths import DATA
@@ -19,10 +19,6 @@ _CHECKED_SCORES = 1 << 27
 _LAYER_SAMPLES = 5
 _LAYER_SUSTAINED_S = 0.2
 """Of each layer of `trained` inputs, where a plan has so many."""
-
-
-def _ignore(*_: object) -> None:
-    return
 
 
 def _positive(**numbers: float) -> None:
@@ -51,9 +47,9 @@ class Options:
     """For one step: a compilation and check, a sample."""
     startup_s: float = 300.0
     """For a worker to start."""
-    progress: Follow = _ignore
+    progress: Follow = ignore
     """Called at every step."""
-    note: Callable[[str], None] = _ignore
+    note: Callable[[str], None] = ignore
     """Called with what is worth a line in a log, such as a ceiling that could not be measured."""
     worker: Sequence[str] = (sys.executable, "-m", "flashlab.measure.worker")
     """The command that starts a worker."""

@@ -26,6 +26,7 @@ from pathlib import Path
 
 from flashlab.build import compiler, sass
 from flashlab.build.compiler import Cubin
+from flashlab.build.sources import line_of
 from flashlab.core.errors import CompileError, FlashlabError, LaunchError, MissingError, ParameterError
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
@@ -322,8 +323,7 @@ def _text(frame: sass.Frame, stage: Stage) -> str:
     """A line of the stage's source, or of a header; empty where the file is not there."""
     own = frame.file.name == stage.source.name
     path = stage.source if own else compiler.COMMON / frame.file.name
-    lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    return lines[frame.line - 1].strip() if 0 < frame.line <= len(lines) else ""
+    return line_of(path, frame.line)
 
 
 def profile(

@@ -40,7 +40,6 @@ from functools import cache
 from statistics import fmean
 from typing import Any
 
-from flashlab.core.errors import ParameterError
 from flashlab.core.paths import KERNELS
 from flashlab.record.schema import Conditions, Samples
 from flashlab.run import gpu
@@ -251,15 +250,7 @@ class Timer:
             min_samples: how many to take of one that is slow, even past `cap_s`.
             cap_s: host time after which an implementation takes no more than `min_samples`.
             announce: called before each sample.
-
-        Raises:
-            ParameterError: counts that make no sense.
         """
-        if not 1 <= min_samples <= samples or cap_s < 0:
-            raise ParameterError(
-                "wanted 1 ≤ min_samples ≤ samples and cap_s ≥ 0, "
-                f"got min_samples {min_samples}, samples {samples}, cap_s {cap_s}"
-            )
         going: dict[str, _Progress] = {}
         for name, run in implementations.items():
             announce(name)
@@ -297,12 +288,7 @@ class Timer:
         """Call back to back for at least `seconds`, in chunks of about 50 ms; the samples are the chunks.
 
         The first fifth brings the chip to its steady state and is not counted. `call_us` is about the time of one call.
-
-        Raises:
-            ParameterError: `seconds` is no positive number.
         """
-        if not seconds > 0:
-            raise ParameterError(f"seconds: wanted a positive number, got {seconds!r}")
         backend = self._backend
         calls = max(1, round(CHUNK_S * 1e6 / call_us))
         readings: list[Reading] = []
@@ -360,7 +346,6 @@ def _watching(backend: CudaBackend) -> Iterator[list[State]]:
 
 
 _REASON_NAMES = {
-    0x1: "gpu_idle",
     0x2: "applications_clocks_setting",
     0x4: "sw_power_cap",
     0x8: "hw_slowdown",
@@ -372,17 +357,13 @@ _REASON_NAMES = {
     0x200: "board_limit",
     0x400: "reliability",
 }
-"""NVML's nvmlClocksEventReasons (nvml.h), in snake case."""
+"""NVML's nvmlClocksEventReasons (nvml.h), in snake case, but for 0x1: idleness limits nothing."""
 
 
 def throttle_reasons(mask: int) -> tuple[str, ...]:
-    """The names in NVML's bit mask; an unknown bit by its value. Idleness limits nothing and is left out."""
-    names = []
-    for bit in range(64):
-        value = 1 << bit
-        if mask & value and value != 0x1:
-            names.append(_REASON_NAMES.get(value, f"unknown_{value:#x}"))
-    return tuple(names)
+    """The names in NVML's bit mask; an unknown bit by its value."""
+    bits = (1 << bit for bit in range(1, 64))
+    return tuple(_REASON_NAMES.get(bit, f"unknown_{bit:#x}") for bit in bits if mask & bit)
 
 
 @cache

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flashlab.build.parallel import Follow
+from flashlab.build.parallel import Follow, ignore
 from flashlab.core.errors import CheckFailedError, MissingError, MissingPackageError, UnsupportedError
 from flashlab.core.paths import cache_dir, writable_dir
 from flashlab.core.problem import Problem
@@ -213,9 +213,7 @@ def _windows(text: Tensor, batch: int, length: int) -> Tensor:
 # --- training ---
 
 
-def train(
-    config: Config, *, text: Text | None = None, device: str = "cuda", follow: Follow = lambda *_: None
-) -> dict[str, Any]:
+def train(config: Config, *, text: Text | None = None, device: str = "cuda", follow: Follow = ignore) -> dict[str, Any]:
     """Train a model, put it into the cache in place of the one of its head dim, and `describe` it.
 
     The start, the text's order and the windows come from the seed. Sums on a GPU have no fixed order, so two trainings

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
-from flashlab.build.parallel import Follow
+from flashlab.build.parallel import Follow, ignore
 from flashlab.core.errors import CompileError, ParameterError
 from flashlab.core.inputs import NORMAL
 from flashlab.core.paths import DATA
@@ -218,7 +218,7 @@ def _unique(variants: Iterable[Variant]) -> list[Variant]:
     return list({items(variant): variant for variant in variants}.values())
 
 
-def compile_tasks(tasks: Sequence[Task], *, arch: str, progress: Follow = lambda *_: None) -> list[Task]:
+def compile_tasks(tasks: Sequence[Task], *, arch: str, progress: Follow = ignore) -> list[Task]:
     """Compile every variant of every task on all cores, so that the timing finds them in the cache.
 
     Returns:

@@ -11,7 +11,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, TypeVar
 
@@ -456,11 +456,7 @@ def _cubin_fields(prepared: Prepared) -> CubinFields:
         compiler=cubin.compiler,
         parameters=cubin.parameters,
         options=cubin.options,
-        registers=cubin.resources.registers,
-        spill_store_bytes=cubin.resources.spill_store_bytes,
-        spill_load_bytes=cubin.resources.spill_load_bytes,
-        stack_bytes=cubin.resources.stack_bytes,
-        static_smem_bytes=cubin.resources.static_smem_bytes,
+        **asdict(cubin.resources),
         dynamic_smem_bytes=shape.smem_bytes,
         threads=shape.threads,
         tile_q=shape.tile_q,

@@ -1,6 +1,6 @@
 """The caller's arrays and streams: NumPy, torch, CuPy, `__cuda_array_interface__` and DLPack. Nothing is copied.
 
-No library is imported unless an array of its own comes.
+No library but NumPy is imported unless an array of its own comes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+
+import ml_dtypes
+import numpy as np
 
 from flashlab.core.errors import (
     DeviceError,
@@ -63,13 +66,17 @@ class DeviceArray:
         return "host memory" if self.device == HOST else f"GPU {self.device}"
 
     @property
+    def itemsize(self) -> int:
+        """Bytes of an element."""
+        return _BYTES.get(self.dtype, BYTES_PER_ELEMENT)
+
+    @property
     def extent(self) -> tuple[int, int]:
         """First and one past the last byte that it touches."""
         steps = [stride * (length - 1) for length, stride in zip(self.shape, self.strides, strict=True)]
         low = sum(step for step in steps if step < 0)
         high = sum(step for step in steps if step > 0) + 1
-        size = _BYTES.get(self.dtype, BYTES_PER_ELEMENT)
-        return self.pointer + low * size, self.pointer + high * size
+        return self.pointer + low * self.itemsize, self.pointer + high * self.itemsize
 
     @property
     def overlaps_itself(self) -> bool:
@@ -110,32 +117,9 @@ def _text(named: Any) -> str:
     return str(named)
 
 
-def _is_numpy(obj: Any) -> bool:
-    """Whether it is a NumPy array, without importing NumPy."""
-    return any(cls.__module__ == "numpy" and cls.__name__ == "ndarray" for cls in type(obj).__mro__)
-
-
-def runs_on(q: Any, device: str | None, name: str = "q") -> str:
-    """`cpu` or `gpu`: the device that was asked for, or where `q` lies, which errors call `name`.
-
-    Raises:
-        ParameterError: no such device.
-        DeviceError: `q` is no array, and no device was asked for.
-    """
-    devices = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu"}
-    if device is None:
-        memory = _memory_of(q)
-        if memory is None:
-            raise _no_array(q, name, _ANYWHERE, "numpy")
-        return memory
-    if not isinstance(device, str) or device not in devices:
-        raise ParameterError(f"device: wanted {', '.join(devices)}, or None for where the arrays are, got {device!r}")
-    return devices[device]
-
-
 def _memory_of(obj: Any) -> str | None:
     """`cpu` or `gpu`, where an array lies; None where that is not said."""
-    if _is_numpy(obj):
+    if isinstance(obj, np.ndarray):
         return "cpu"
     library = library_of(obj)
     if library == "torch" and hasattr(obj, "device"):
@@ -268,7 +252,7 @@ def on_device(obj: Any, name: str, stream: int | None = None) -> DeviceArray:
             owner=obj,
             library="cupy",
         )
-    if _is_numpy(obj):
+    if isinstance(obj, np.ndarray):
         raise DeviceError(
             f"{name}: wanted {_ON_GPU}, got a NumPy array in host memory. `cupy.asarray({name})` moves it."
         )
@@ -422,14 +406,12 @@ def on_host(obj: Any, name: str) -> DeviceArray:
             f"`{name}.cpu()` (torch) or `cupy.asnumpy({name})` brings it here; without device='cpu', arrays on a GPU "
             "run there."
         )
-    if not (_is_numpy(obj) or hasattr(obj, "__dlpack__")):
+    if not hasattr(obj, "__dlpack__"):
         raise _no_array(obj, name, _ON_HOST, "numpy")
-    import numpy as np
-
     library = library_of(obj)
     dtype = None
     try:
-        if _is_numpy(obj):
+        if isinstance(obj, np.ndarray):
             array = obj
         elif library == "torch":
             torch = importlib.import_module("torch")
@@ -498,9 +480,6 @@ class Place:
             torch = importlib.import_module("torch")
             return torch.empty(shape, dtype=getattr(torch, dtype), device=self.like.device)
         if self.stream is None:
-            import ml_dtypes
-            import numpy as np
-
             return np.empty(shape, dtype=ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
         if library == "cupy":
             cupy = importlib.import_module("cupy")
@@ -521,7 +500,13 @@ def place_of(q: Any, stream: Any | None, device: str | None = None, name: str = 
         ParameterError: a stream for a run on the CPU, none that can be read, or no such device.
         DeviceError, DTypeError: Q is no array.
     """
-    if runs_on(q, device, name) == "cpu":
+    devices = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu"}
+    if device is not None and (not isinstance(device, str) or device not in devices):
+        raise ParameterError(f"device: wanted {', '.join(devices)}, or None for where the arrays are, got {device!r}")
+    memory = _memory_of(q) if device is None else devices[device]
+    if memory is None:
+        raise _no_array(q, name, _ANYWHERE, "numpy")
+    if memory == "cpu":
         if stream is not None:
             raise ParameterError("stream: wanted None for a run on the CPU, which is done when the call returns")
         return Place(q, None)

@@ -17,10 +17,12 @@ import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from flashlab.build import compiler, triton_code
 from flashlab.build.compiler import Variant
@@ -51,18 +53,14 @@ with suppress(ImportError):  # not installed: gpu.py says so where a GPU is aske
     # Tens of milliseconds, which a process's first call would take otherwise. No driver is loaded yet.
     importlib.import_module("cuda.bindings.driver")
 
-_SMALL_FLOPS = 1e9
-"""Up to here nobody asks how long a CPU will take."""
-_ASSUMED_FLOPS_PER_S = 2e8
-"""What a core is taken to do where not even a block's time can be taken first."""
-_HOOKS_COST = 10.0
+_ASSUMED_FLOPS_PER_S = 1e9
+"""What a core is taken to do; stages differ by ten times."""
+_HOOKS_COST = 8.0
 """How many times longer a kernel is taken to run with hooks."""
-_CLEARLY = 20.0
-"""How many times over its limit a problem must be for the assumption to be enough."""
+_CLEARLY = 4.0
+"""So many times over its limit by these assumptions, a problem is refused."""
 _NAN = 0x7FFFFFFF
 """The bits of a NaN: what a workspace on a CPU holds before a kernel writes there."""
-_TRIAL_S = 5.0
-"""How long running a few blocks, to say how long all would take, may itself take."""
 
 
 def _runner(stage: Stage) -> Any:
@@ -437,6 +435,8 @@ def emulate(
         ends = (inputs[name].owner for name in ("cu_seqlens_q", "cu_seqlens_k"))
         total_q, total_k = inputs["q"].shape[0], inputs["k"].shape[0]
         check_lengths(*ends, total_q=total_q, total_k=total_k, max_seqlen_q=sequences.max_seqlen_q)
+    elif timeout_s is not None:
+        _refuse_too_large(planned, timeout_s=timeout_s, races=races, threads=threads)
     made = outputs_of(place, inputs, out, lse, return_lse=return_lse)
     variant = Variant.of(
         planned.stage, planned.problem, aligned=planned.aligned, overrides=tunables(params), source=_file(source)
@@ -450,10 +450,7 @@ def emulate(
         surroundings=surroundings,
         count_fallbacks=count_fallbacks,
     )
-    launch = partial(call.launch, schedule=schedule, threads=threads, cancel=cancel)
-    if timeout_s is not None and call.alone and sequences is None:
-        _refuse_too_large(call, launch, timeout_s=timeout_s, races=races, threads=threads)
-    report = launch(timeout_s)
+    report = call.launch(timeout_s, schedule=schedule, threads=threads, cancel=cancel)
     call.finish(report)
     fallbacks = Fallbacks(*call.fallbacks.tolist()) if count_fallbacks else None
     return Emulation(out=made.out, lse=made.lse, report=report, kernel=kernel, plan=planned, fallbacks=fallbacks)
@@ -473,8 +470,6 @@ def _kernel_on_cpu(variant: Variant, *, schedule: str, races: bool) -> emulator.
 
 
 def _workspace_on_cpu(words: int, counters: int) -> Any:
-    import numpy as np
-
     work = np.full(words, _NAN, np.uint32)
     work[:counters] = 0
     return work
@@ -498,8 +493,6 @@ class EmulatedCall:
         surroundings: Mapping[str, Any] | None = None,
         count_fallbacks: bool = False,
     ) -> None:
-        import numpy as np
-
         assert kernel.launch_shape is not None
         self.planned, self.kernel, self.views = planned, kernel, views
         self.shape, self.grid = fitted(planned.problem, kernel.launch_shape)
@@ -529,8 +522,6 @@ class EmulatedCall:
             self.pointers["fallbacks"] = emulator.Pointer(array=self.fallbacks, name="fallbacks")
         self._runner: Any = _runner(planned.stage)
         passes = passes or getattr(self._runner, "emulated_passes", None)
-        self.alone = passes is None
-        """Whether it is all there is to a call."""
         self._arguments = [emulator.Structure(value=self.params, pointers=self.pointers)]
         if passes is not None:
             self._arguments = passes(self)
@@ -543,13 +534,12 @@ class EmulatedCall:
     def launch(
         self,
         timeout_s: float | None = emulator.DEFAULT_TIMEOUT_S,
-        blocks: int | None = None,
         *,
         schedule: str = "ascending",
         threads: int | None = None,
         cancel: threading.Event | None = None,
     ) -> emulator.Report:
-        """Run the kernel; `blocks`: only the first so many."""
+        """Run the kernel."""
         problem = self.planned.problem
         if hasattr(self._runner, "interpret"):
             values = {"HEAD_DIM": problem.head_dim, "CAUSAL": int(problem.causal), **self.kernel.parameters}
@@ -570,7 +560,6 @@ class EmulatedCall:
             cluster=(max(1, self.shape.cluster), 1, 1),
             schedule=schedule,
             threads=threads,
-            blocks=blocks,
             early=self.planned.stage.early_launch,
             timeout_s=timeout_s,
             cancel=cancel,
@@ -610,43 +599,12 @@ def run_on_cpu(
     call.finish(call.launch())
 
 
-def _refuse_too_large(
-    call: EmulatedCall,
-    launch: Callable[[float | None, int | None], emulator.Report],
-    *,
-    timeout_s: float,
-    races: bool,
-    threads: int | None,
-) -> None:
-    problem, stage, shape = call.planned.problem, call.planned.stage, call.shape
-    cost = _HOOKS_COST if races else 1.0
-    if problem.flops * cost <= _SMALL_FLOPS:
-        return
-    cores = threads or emulator.cores()
-    # The first blocks are the first query rows of the first head: as many as run at once. (Of a persistent kernel the
-    # first alone would go through all work tiles.)
-    blocks = min(-(-problem.q_len // shape.tile_q), cores)
-    rows = min(blocks * shape.tile_q, problem.q_len)
-    keys, share = problem.kv_len, 1.0
-    if problem.causal:
-        keys = max(0, min(problem.kv_len, rows + problem.kv_len - problem.q_len))
-        share = 0.5 if problem.q_len >= problem.kv_len else 1.0
-    trial_flops = 4.0 * problem.head_dim * rows * keys * share
-    seconds = problem.flops * cost / (_ASSUMED_FLOPS_PER_S * cores)
-    # A trial is better than any assumption, where it is not itself too long, and the answer not clear anyway.
-    trial_s = trial_flops * cost / (_ASSUMED_FLOPS_PER_S * blocks)
-    in_parts = not shape.persistent and shape.cluster <= 1 and stage.language == "cuda"
-    if in_parts and 0 < trial_s < _TRIAL_S and seconds < _CLEARLY * timeout_s:
-        try:
-            trial = launch(2 * _TRIAL_S, blocks)
-        except EmulationError as error:
-            if error.report is None or error.report.status != "timeout":
-                raise
-        else:
-            seconds = trial.seconds * (problem.flops / trial_flops) * (blocks / cores)
-    if seconds > timeout_s:
+def _refuse_too_large(planned: Plan, *, timeout_s: float, races: bool, threads: int | None) -> None:
+    problem, cores = planned.problem, threads or emulator.cores()
+    seconds = problem.flops * (_HOOKS_COST if races else 1.0) / (_ASSUMED_FLOPS_PER_S * cores)
+    if seconds > _CLEARLY * timeout_s:
         raise TooLargeError(
-            f"{problem.label} by stage {stage.id} would take about {_duration(seconds)} on {cores} "
+            f"{problem.label} by stage {planned.stage.id} would take about {_duration(seconds)} on {cores} "
             f"core{'s' if cores > 1 else ''}; wanted at most {_duration(timeout_s)}. A smaller problem works; "
             "`flashlab.emulate(…, timeout_s=None)` and `flashlab check --insist` take as long as it takes.",
             seconds=seconds,
@@ -721,9 +679,7 @@ def attention(
         UnsupportedError: no stage, or not the named one, runs this here; TooLargeError on a CPU that would take long.
         NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: as they say.
     """
-    # 1, 1.0 and True are one key, and one of them is no scale.
-    kinds = (type(causal), type(window), type(softcap), type(scale))
-    asked = (causal, window, softcap, scale, kinds, stage, return_lse, device)
+    asked = (causal, window, softcap, scale, stage, return_lse, device)
     key, addresses, again = recipes.kept((q, k, v), out, asked, params)
     if again is not None:
         return again(q, addresses, out, return_lse, stream)

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, SupportsIndex
 
+import numpy as np
 from pydantic import TypeAdapter
 
 from flashlab.build import symbols
@@ -97,7 +98,7 @@ class Memory:
         key = (array.ctypes.data, array.shape, array.strides, str(array.dtype))
         if key in self._places:
             return self._places[key]
-        low, high = _extent(array if pointer.surroundings is None else pointer.surroundings)
+        low, high = np.lib.array_utils.byte_bounds(array if pointer.surroundings is None else pointer.surroundings)
         address = int(array.ctypes.data)
         if pointer.surroundings is not None and not (low <= address < high or array.size == 0):
             raise LayoutError(f"{fallback_name}: wanted surroundings that the array lies in, got another array")
@@ -120,8 +121,6 @@ class Memory:
         return -(-self._end // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def _views(self, memory: mmap.mmap) -> Iterator[tuple[Pointer, Any, Any]]:
-        import numpy as np
-
         for pointer, offset in self._copies:
             array, whole = pointer.array, pointer.surroundings
             if whole is not None:
@@ -143,18 +142,8 @@ class Memory:
                 ours[...] = theirs
 
 
-def _extent(array: Any) -> tuple[int, int]:
-    """First and one past the last byte of an array."""
-    steps = [stride * (length - 1) for length, stride in zip(array.shape, array.strides, strict=True) if length]
-    low = sum(step for step in steps if step < 0)
-    high = sum(step for step in steps if step > 0) + array.itemsize
-    return array.ctypes.data + low, array.ctypes.data + high
-
-
 def _argument_bytes(value: Any, size: int, index: int) -> bytes:
     """A scalar as the kernel's parameter of that size."""
-    import numpy as np
-
     what = f"argument {index}"
     try:
         if isinstance(value, int):
@@ -385,7 +374,6 @@ def launch(
     smem_bytes: int | None = None,
     schedule: str = "ascending",
     threads: int | None = None,
-    blocks: int | None = None,
     early: bool = False,
     timeout_s: float | None = DEFAULT_TIMEOUT_S,
     cancel: threading.Event | None = None,
@@ -400,7 +388,6 @@ def launch(
         smem_bytes: dynamic shared memory a block; the launch shape's where None.
         schedule: `ascending`, `descending` or `seeded:N`: the order in which warps take their turns.
         threads: operating-system threads, each with one block at a time; one for each core where None.
-        blocks: run only so many blocks, the first.
         early: as a GPU launches a kernel before the one before has ended. With hooks, what a thread reads or writes in
             global memory before its griddepcontrol.wait is a finding; an ld.relaxed of an input is none, and finds what
             is there or, as `schedule` has it, anything else.
@@ -416,7 +403,7 @@ def launch(
     check_limits(timeout_s, threads)
     if block is None and emulated.launch_shape is None:
         raise ParameterError(f"block: wanted the number of threads: {emulated.name} defines no launch_shape")
-    numbers = {"smem": smem_bytes, "threads": threads, "blocks": blocks}
+    numbers = {"smem": smem_bytes, "threads": threads}
     lines = [
         f"grid {_dim3(grid, 'grid')}",
         f"cluster {_dim3(cluster, 'cluster')}",

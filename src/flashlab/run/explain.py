@@ -13,9 +13,8 @@ from flashlab.query.kinship import MODELS, model_in, times_carry_over
 from flashlab.record import store
 from flashlab.run import choice
 from flashlab.run import gpu as devices
-from flashlab.run.arrays import HOST, DeviceArray, contiguous_strides
 from flashlab.run.choice import Choice, Ranking, Table
-from flashlab.run.plan import problem_of
+from flashlab.run.plan import check_size
 
 
 def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None, data: Path = DATA) -> dict[str, Any]:
@@ -37,9 +36,7 @@ def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None
     """
     if arch is not None and gpu is None:
         raise ParameterError(f"arch: wanted --gpu beside it, whose architecture it is, got {arch} alone")
-    q = _array(problem, problem.q_heads, problem.q_len)
-    kv = _array(problem, problem.kv_heads, problem.kv_len)
-    problem_of({"q": q, "k": kv, "v": kv}, problem.causal)
+    check_size(problem)
     name, arch, sm_count = _device(gpu, arch, data)
     ranking = choice.rank(problem, name, arch, sm_count, data)
     kin = ranking.table.gpu if ranking.table is not None and ranking.table.gpu != name else None
@@ -64,13 +61,6 @@ def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None
         "lent": f"{name} has no {lacking}, so its nearest kin, {kin}, chooses. {differs}" if kin else "",
         "runners_up": others,
     }
-
-
-def _array(problem: Problem, heads: int, length: int) -> DeviceArray:
-    """An array of a problem, without memory."""
-    shape = (problem.batch, heads, length, problem.head_dim)
-    where: dict[str, Any] = {"pointer": 0, "device": HOST, "owner": None, "library": "other"}
-    return DeviceArray(shape=shape, strides=contiguous_strides(shape), dtype=problem.dtype, **where)
 
 
 def _device(gpu: str | None, arch: str | None, data: Path) -> tuple[str, str, int | None]:

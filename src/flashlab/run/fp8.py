@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
+import ml_dtypes
+import numpy as np
+
 from flashlab.build import compiler
 from flashlab.build.compiler import Variant
 from flashlab.core.errors import DeviceError, DTypeError, EmulationError, LayoutError, ShapeError
@@ -39,7 +42,19 @@ from flashlab.run.arrays import (
     torch_stream,
 )
 from flashlab.run.attention import EmulatedCall, run_on_cpu
-from flashlab.run.plan import Plan, check_dtype, check_layout, check_out, outputs_of, planned, problem_of, tunables
+from flashlab.run.plan import (
+    ROW_ALIGNMENT_BYTES,
+    Plan,
+    check_contiguous,
+    check_dtype,
+    check_layout,
+    check_out,
+    outputs_of,
+    planned,
+    problem_of,
+    tunables,
+    why_slow,
+)
 
 if TYPE_CHECKING:
     from flashlab.run.tensor_map import TensorMap
@@ -49,7 +64,6 @@ TRANSPOSE = "transpose_f0_e4m3"
 """The kernel that goes before, in the same file."""
 LARGEST = 448.0
 """The largest number of e4m3."""
-_ALIGNMENT = 16
 _WGMMA_ROWS = 64
 _STEP_KEYS = 32
 _COPY_ROWS = 34
@@ -94,14 +108,14 @@ def quantize_e4m3(x: Any) -> tuple[Any, Any]:
     if len(view.shape) != 4 or 0 in view.shape:
         raise ShapeError(f"x: wanted (batch, heads, length, head_dim), none of them 0, got shape {view.shape}")
     of_torch = view.library == "torch"
-    library = importlib.import_module("torch" if of_torch else "numpy")
+    library: Any = importlib.import_module("torch") if of_torch else np
     wide = x.float() if of_torch else view.owner.astype("float32", order="C")
     scale = library.amax(library.abs(wide), (-2, -1)) / LARGEST
     scale = library.where(scale == 0, library.ones_like(scale), scale)
     scaled = wide / scale[..., None, None]
     if of_torch:
         return scaled.to(library.float8_e4m3fn).contiguous(), scale
-    return scaled.astype(importlib.import_module("ml_dtypes").float8_e4m3fn), scale
+    return scaled.astype(ml_dtypes.float8_e4m3fn), scale
 
 
 def fp8_attention(
@@ -186,13 +200,10 @@ def _stored(view: DeviceArray, name: str) -> DeviceArray:
         raise DTypeError(
             f"{name}: wanted float8_e4m3fn, got {view.dtype}. `flashlab.quantize_e4m3({name})` makes one and its scale."
         )
-    if len(view.shape) == 4:
-        steps = [step for length, step in zip(view.shape[:3], view.strides[:3], strict=True) if length > 1]
-        if view.pointer % _ALIGNMENT or any(step % _ALIGNMENT or step <= 0 for step in steps):
-            raise LayoutError(
-                f"{name}: wanted rows on {_ALIGNMENT}-byte boundaries, got address {view.pointer:#x} and strides "
-                f"{view.strides}. A contiguous copy works."
-            )
+    if reason := why_slow(name, view, tensor_maps=True):
+        raise LayoutError(
+            f"{name}: wanted rows on {ROW_ALIGNMENT_BYTES}-byte boundaries, as in a contiguous copy; {reason}"
+        )
     return view
 
 
@@ -200,8 +211,7 @@ def _scale(name: str, view: DeviceArray, wanted: tuple[int, int], q: DeviceArray
     check_dtype(name, view, "float32")
     if view.shape != wanted:
         raise ShapeError(f"{name}: wanted (batch, heads), {wanted}, got shape {view.shape}")
-    if view.strides != contiguous_strides(wanted):
-        raise LayoutError(f"{name}: wanted a contiguous array, got strides {view.strides} over shape {view.shape}")
+    check_contiguous(name, view)
     check_layout(name, view, q)
     return view
 
@@ -242,8 +252,6 @@ class _Call(NamedTuple):
 
     def on_cpu(self, run: EmulatedCall) -> list[emulator.Structure]:
         """The arguments of the second kernel on a CPU, as `EmulatedCall` takes them; the first is run."""
-        import numpy as np
-
         stored = {name: self.views[name].owner.view(np.uint8) for name in "QKV"}
         stored |= {name: scale.owner for name, scale in self.scales.items()}
         blocks = emulator.Pointer(array=np.zeros(self.blocks_shape, np.uint16), name="V_blocks")
@@ -356,9 +364,6 @@ def passes(
 
 def emulated_passes(run: EmulatedCall) -> list[emulator.Structure]:
     """f0_e4m3 on the CPU on 16-bit arrays: quantised by NumPy. See `attention._runner`."""
-    import ml_dtypes
-    import numpy as np
-
     narrow = np.float16 if run.planned.problem.dtype == "float16" else ml_dtypes.bfloat16
     stored = {name: quantize_e4m3(run.views[name].owner.view(narrow)) for name in "QKV"}
     views = {name: on_host(x, name) for name, (x, _) in stored.items()}

@@ -17,12 +17,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from flashlab.build import compiler
 from flashlab.core.errors import (
     DeviceError,
     DTypeError,
     InputError,
-    LayoutError,
     ParameterError,
     ShapeError,
     UnknownStageError,
@@ -40,6 +41,7 @@ from flashlab.run.plan import (
     check_dtype,
     check_layout,
     check_out,
+    check_writable,
     outputs_of,
     planned,
     problem_of,
@@ -57,8 +59,6 @@ _VIEWS = ("Q", "K", "V", "page_table", "lengths", "O")
 """What a call is of, by the names of the fields that hold the addresses, in the order of `paged_attention`."""
 _FAULTS = 2
 """Counters of a launch: page numbers that are none, lengths below 0 or beyond the page table."""
-_MOST_HEADS = 65535
-"""K/V heads: what a grid has room for, and stages with equal shares for their numbers."""
 _GARBAGE = 0x7FFF
 """The bits of a NaN in either element type: what a page holds where it holds no key."""
 
@@ -136,9 +136,7 @@ def paged_attention(
         UnsupportedError: the kernel does not run this here.
         NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: as they say.
     """
-    # 1, 1.0 and True are one key, and one of them is no scale.
-    kinds = (type(causal), type(window), type(softcap), type(scale))
-    asked = (stage, causal, window, softcap, scale, kinds, return_lse, check)
+    asked = (stage, causal, window, softcap, scale, return_lse, check)
     key, addresses, again = recipes.kept((q, k_cache, v_cache, page_table, lengths), out, asked, params)
     if again is not None:
         return again(q, addresses, out, return_lse, stream)
@@ -232,8 +230,8 @@ def _check_appended(views: Mapping[str, DeviceArray]) -> None:
         )
     _check_pages(table, lengths, k, "k")
     for name, view in views.items():
-        if name in ("k_cache", "v_cache") and (view.readonly or view.overlaps_itself):
-            raise LayoutError(f"{name}: wanted memory to write to, got a read-only, expanded or overlapping view")
+        if name in ("k_cache", "v_cache"):
+            check_writable(name, view)
         if name in ("v_cache", "k", "v") and view.dtype != k_cache.dtype:
             raise DTypeError(f"{name}: wanted the type of k_cache, {k_cache.dtype}, got {view.dtype}")
         if view.device != k_cache.device:
@@ -250,7 +248,7 @@ def _check_cache(k: DeviceArray, v: DeviceArray) -> None:
 
 
 def _check_pages(table: DeviceArray, lengths: DeviceArray, of: DeviceArray, name: str) -> None:
-    """Raise what is wrong with both, but for their numbers: DTypeError, ShapeError, LayoutError.
+    """Raise what is wrong with both, but for their numbers: DTypeError, ShapeError.
 
     They are for the sequences of an array that errors call `name`.
     """
@@ -259,8 +257,6 @@ def _check_pages(table: DeviceArray, lengths: DeviceArray, of: DeviceArray, name
         dims = 2 if array is table else 1
         if len(array.shape) != dims or array.shape[:1] != of.shape[:1] or 0 in array.shape[1:]:
             raise ShapeError(f"{what}: wanted {wanted} for {name} of shape {of.shape}, got shape {array.shape}")
-        if array.strides[-1] != 1 and array.shape[-1] > 1:
-            raise LayoutError(f"{what}: wanted a contiguous last dimension, got strides {array.strides} (elements)")
 
 
 def _first(array: Any, off: Any) -> str:
@@ -307,8 +303,6 @@ def _problem(inputs: Mapping[str, DeviceArray], table: DeviceArray, lengths: Dev
     sizes = registry.get(STAGE).params["PAGE_SIZE"].choices
     if page_size not in sizes:
         raise ShapeError(f"k_cache: wanted pages of {', '.join(map(str, sizes))} keys, got {page_size}")
-    if kv_heads > _MOST_HEADS:
-        raise ShapeError(f"k_cache: wanted at most {_MOST_HEADS} K/V heads, got {kv_heads}")
     as_sequences = (q.shape[0], kv_heads, table.shape[1] * page_size, head_dim)
     sequences = {name: replace(array, shape=as_sequences) for name, array in inputs.items() if name != "q"}
     problem = problem_of({"q": q, **sequences}, causal)
@@ -351,7 +345,7 @@ def _check_on_cpu(call: _Call) -> None:
     """Look for the faults that the kernel counts; here they are there to be seen."""
     table, lengths, pool = call.views["page_table"].owner, call.views["lengths"].owner, call.views["K"]
     kept, (left, _) = lengths.clip(0)[:, None], call.plan.problem.reach
-    first_keys = pool.shape[2] * _numpy().arange(table.shape[1])
+    first_keys = pool.shape[2] * np.arange(table.shape[1])
     read = (first_keys < kept) & (first_keys + pool.shape[2] > kept - call.plan.problem.q_len - left)
     none = _first(table, read & ((table < 0) | (table >= pool.shape[0])))
     call.refuse(none, _first(lengths, (lengths < 0) | (lengths > call.plan.problem.kv_len)))
@@ -402,14 +396,10 @@ def _recipe(call: _Call, options: Mapping[str, Any]) -> recipes.Recipe:
 # --- any problem, in pages --------------------------------------------------------------------------------------------
 
 
-def _numpy() -> Any:
-    return importlib.import_module("numpy")
-
-
 def _table(problem: Problem, page_size: int) -> Any:
     """Page numbers, in a random order that is the same at each call: NumPy int32 (batch, pages a sequence)."""
     width = -(-problem.kv_len // page_size)
-    order = _numpy().random.default_rng(0).permutation(problem.batch * width)
+    order = np.random.default_rng(0).permutation(problem.batch * width)
     return order.astype("int32").reshape(problem.batch, width)
 
 
@@ -457,7 +447,7 @@ def passes(
 
 def emulated_passes(run: EmulatedCall) -> list[emulator.Structure]:
     """A stage on the CPU on arrays in any layout: keys and values are copied into pages. See `attention._runner`."""
-    problem, np, page_size = run.planned.problem, _numpy(), run.kernel.parameters["PAGE_SIZE"]
+    problem, page_size = run.planned.problem, run.kernel.parameters["PAGE_SIZE"]
     made = {"page_table": _table(problem, page_size), "lengths": np.full((problem.batch,), problem.kv_len, np.int32)}
     for name in "KV":
         bits = run.views[name].owner.view(np.uint16)

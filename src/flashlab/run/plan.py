@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from flashlab.core.errors import DeviceError, DTypeError, InputError, LayoutError, ParameterError, ShapeError
-from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, NO_WINDOW, UNLIMITED, Problem, Window
+from flashlab.core.problem import DTYPES, NO_WINDOW, SIZES, UNLIMITED, Problem, Window
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.run import choice
@@ -100,7 +100,6 @@ def plan(
         ends = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     for name, array in {**arrays, **ends}.items():
         check_layout(name, array, q)
-    scale = scale_of(scale, problem.head_dim)
     if chosen is None:
         if arch is None or slug is None:
             chosen = registry.best(problem, arch)
@@ -172,8 +171,7 @@ def check_cu_seqlens(array: DeviceArray, name: str) -> None:
     check_dtype(name, array, "int32")
     if len(array.shape) != 1 or array.shape[0] < 2:
         raise ShapeError(f"{name}: wanted (batch + 1,), of at least one sequence, got shape {array.shape}")
-    if array.strides != (1,):
-        raise LayoutError(f"{name}: wanted a contiguous array, got strides {array.strides} (elements)")
+    check_contiguous(name, array)
 
 
 def check_lengths(cu_seqlens_q: Any, cu_seqlens_k: Any, *, total_q: int, total_k: int, max_seqlen_q: int) -> None:
@@ -290,8 +288,6 @@ def problem_of(inputs: Mapping[str, DeviceArray], causal: Any, *, packed: bool =
                 f"{name}: wanted at least one element in every dimension, got shape {array.shape}; "
                 "attention over no keys or no queries has no value"
             )
-        if max(array.shape) > _MAX_LENGTH:
-            raise ShapeError(f"{name}: wanted dimensions of at most 2^29, got shape {array.shape}; split the call")
     q, k, v = inputs.values()
     if k.shape != v.shape:
         raise ShapeError(f"v: wanted the shape of k, {k.shape}, got {v.shape}")
@@ -307,18 +303,23 @@ def problem_of(inputs: Mapping[str, DeviceArray], causal: Any, *, packed: bool =
         check_dtype(name, array, *DTYPES)
     if not q.dtype == k.dtype == v.dtype:
         raise DTypeError(f"wanted q, k and v of one type, got {q.dtype}, {k.dtype} and {v.dtype}")
-    for name, count in (("batch", batch), ("heads", q_heads)):
-        if count > _MAX_GRID_YZ:
-            raise ShapeError(
-                f"q: wanted at most {_MAX_GRID_YZ} as {name} (a CUDA grid's limit), got {count}; split the call"
-            )
-    tiles = batch * q_heads * -(-q_len // _LEAST_TILE)
+    mask = "causal" if causal else "full"
+    problem = Problem.of(batch, q_heads, kv_heads, q_len, kv_len, head_dim, dtype=q.dtype, mask=mask)
+    check_size(problem)
+    return problem
+
+
+def check_size(problem: Problem) -> None:
+    """Raise what a problem has more of than kernels count to: ShapeError."""
+    for name in SIZES:
+        most, size = _MAX_GRID_YZ if name in ("batch", "q_heads") else _MAX_LENGTH, getattr(problem, name)
+        if size > most:
+            raise ShapeError(f"{name}: wanted at most {most}, got {size}; split the call")
+    tiles = problem.batch * problem.q_heads * -(-problem.q_len // _LEAST_TILE)
     if tiles > _MAX_TILES:
         raise ShapeError(
             f"q: wanted fewer than 2^31 tiles of {_LEAST_TILE} rows in all heads, got {tiles}; split the call by batch"
         )
-    mask = "causal" if causal else "full"
-    return Problem.of(batch, q_heads, kv_heads, q_len, kv_len, head_dim, dtype=q.dtype, mask=mask)
 
 
 def check_dtype(name: str, array: DeviceArray, *wanted: str) -> None:
@@ -342,10 +343,8 @@ def check_layout(name: str, array: DeviceArray, q: DeviceArray) -> None:
             f"{name}: wanted a contiguous last dimension, got strides {array.strides} (elements); the others may "
             f"be anything. `{name}.contiguous()` (torch) or `ascontiguousarray({name})` (NumPy, CuPy) makes one."
         )
-    if array.pointer % BYTES_PER_ELEMENT:
-        raise LayoutError(
-            f"{name}: wanted an address that is a multiple of {BYTES_PER_ELEMENT}, got {array.pointer:#x}"
-        )
+    if array.pointer % array.itemsize:
+        raise LayoutError(f"{name}: wanted an address that is a multiple of {array.itemsize}, got {array.pointer:#x}")
 
 
 def check_out(out: DeviceArray, inputs: Mapping[str, DeviceArray], dtype: str | None = None) -> None:
@@ -356,14 +355,26 @@ def check_out(out: DeviceArray, inputs: Mapping[str, DeviceArray], dtype: str | 
         raise ShapeError(f"out: wanted the shape of q, {q.shape}, got {out.shape}")
     if out.dtype != (dtype or q.dtype):
         raise DTypeError(f"out: wanted {dtype or f'the type of q, {q.dtype}'}, got {out.dtype}")
-    if out.readonly:
-        raise LayoutError("out: wanted memory that may be written, got a read-only array")
-    if out.overlaps_itself:
-        raise LayoutError(
-            f"out: wanted an address of its own for every element, got strides {out.strides} over shape {out.shape}; "
-            "an expanded or overlapping view cannot be written"
-        )
+    check_writable("out", out)
     refuse_overlap("out", out, inputs)
+
+
+def check_writable(name: str, array: DeviceArray) -> None:
+    """Raise why an array cannot be written: LayoutError."""
+    if array.readonly:
+        raise LayoutError(f"{name}: wanted memory that may be written, got a read-only array")
+    if array.overlaps_itself:
+        raise LayoutError(
+            f"{name}: wanted an address of its own for every element, got strides {array.strides} over shape "
+            f"{array.shape}; an expanded or overlapping view cannot be written"
+        )
+
+
+def check_contiguous(name: str, array: DeviceArray) -> None:
+    """Raise that an array has gaps, or another order: LayoutError."""
+    contiguous = contiguous_strides(array.shape)
+    if any(n > 1 and a != b for n, a, b in zip(array.shape, array.strides, contiguous, strict=True)):
+        raise LayoutError(f"{name}: wanted a contiguous array, got strides {array.strides} over shape {array.shape}")
 
 
 def refuse_overlap(name: str, array: DeviceArray, others: Mapping[str, DeviceArray]) -> None:
@@ -392,15 +403,10 @@ def check_lse(lse: DeviceArray, inputs: Mapping[str, DeviceArray], out: DeviceAr
     if lse.shape != lse_shape(q):
         names = "(batch, q_heads, q_len)" if len(q.shape) == 4 else "(q_heads, total_q)"
         raise ShapeError(f"lse: wanted {names}, {lse_shape(q)}, got {lse.shape}")
-    if lse.dtype != "float32":
-        raise DTypeError(f"lse: wanted float32, got {lse.dtype}")
-    if lse.device != q.device:
-        raise DeviceError(f"lse: wanted the device of q, {q.place}, got {lse.place}")
-    expected = contiguous_strides(lse.shape)
-    if any(n > 1 and a != b for n, a, b in zip(lse.shape, lse.strides, expected, strict=True)):
-        raise LayoutError(f"lse: wanted a contiguous array, got strides {lse.strides} over shape {lse.shape}")
-    if lse.readonly:
-        raise LayoutError("lse: wanted memory that may be written, got a read-only array")
+    check_dtype("lse", lse, "float32")
+    check_layout("lse", lse, q)
+    check_contiguous("lse", lse)
+    check_writable("lse", lse)
     refuse_overlap("lse", lse, {**inputs, "out": out})
 
 
@@ -442,7 +448,7 @@ def why_slow(name: str, array: DeviceArray, *, tensor_maps: bool) -> str:
     if array.pointer % ROW_ALIGNMENT_BYTES:
         return f"{name} starts at {array.pointer:#x}, no multiple of {ROW_ALIGNMENT_BYTES} bytes"
     for of, length, stride in zip(("batch", "head", "row"), array.shape, array.strides, strict=False):
-        stride_bytes = stride * BYTES_PER_ELEMENT
+        stride_bytes = stride * array.itemsize
         if length == 1:
             continue
         if stride_bytes % ROW_ALIGNMENT_BYTES:

@@ -284,7 +284,8 @@ def kept(
     addresses: list[int] = []
     tensor = torch.Tensor
     try:
-        key: tuple[Any, ...] = (*asked, *sorted(params.items())) if params else asked
+        # 1, 1.0 and True are one key, and one of them is no scale.
+        key: tuple[Any, ...] = (*asked, *map(type, asked), *(sorted(params.items()) if params else ()))
         for x in inputs if out is None else (*inputs, out):
             if type(x) is not tensor or x.requires_grad:
                 return None, [], None

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from flashlab.run import arrays, gpu, recipes
 from flashlab.run.attention import first_call
 from flashlab.run.plan import Sequences, by_head, check_cu_seqlens, check_lengths
@@ -72,24 +74,20 @@ def varlen_attention(
         UnsupportedError: no stage, or not the named one, runs this here.
         NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: as they say.
     """
-    # 1, 1.0 and True are one key, and one of them is no scale.
-    kinds = (type(causal), type(window), type(softcap), type(scale), type(max_seqlen_q))
-    asked = (max_seqlen_q, causal, window, softcap, scale, kinds, stage, return_lse)
+    asked = (max_seqlen_q, causal, window, softcap, scale, stage, return_lse)
     key, addresses, again = recipes.kept((q, k, v, cu_seqlens_q, cu_seqlens_k), out, asked, params)
     if again is not None and not check:
         return again(q, addresses, out, return_lse, stream)
     sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
     how: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "stage": stage}
     how |= {"out": out, "params": params, "sequences": sequences}
-    if check and arrays.runs_on(q, None) == "gpu":
+    if check and arrays.place_of(q, stream).stream is not None:
         _check(q, k, sequences)
     return first_call(q, k, v, how, key=key, device=None, stream=stream, return_lse=return_lse)
 
 
 def _check(q: Any, k: Any, sequences: Sequences) -> None:
     """Read the numbers back from the GPU and raise what is wrong with them: InputError."""
-    import numpy as np
-
     gpu.require()
     numbers = []
     for name in ("cu_seqlens_q", "cu_seqlens_k"):

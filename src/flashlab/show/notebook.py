@@ -476,7 +476,7 @@ def followed(names: Collection[str]) -> Iterator[str]:
 def compile_stages(jobs: Sequence[Job]) -> tuple[Cubin | CompileError, ...]:
     """`compiler.compile_many` with a bar."""
     with progress_bar() as progress:
-        return compiler.compile_many(jobs, progress=lambda done, job, _: progress(done, len(jobs), job.label))
+        return compiler.compile_many(jobs, follow=progress)
 
 
 def machine_here() -> str:

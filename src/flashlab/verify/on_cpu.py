@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Unpack
 
 from flashlab.build.compiler import Variant
-from flashlab.build.parallel import Follow, on_all_cores
+from flashlab.build.parallel import Follow, ignore, on_all_cores
 from flashlab.core.errors import CompileError, EmulationError, FlashlabError, UnsupportedError
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
@@ -69,7 +69,7 @@ def build_all(
     cases: Sequence[Case],
     *,
     hooks: bool = False,
-    follow: Follow | None = None,
+    follow: Follow = ignore,
 ) -> dict[_Build, CompileError]:
     """Compile what those cases run, several at once; those that the compiler refuses come back with its error.
 
@@ -91,12 +91,8 @@ def build_all(
             return error
         return None
 
-    def report(done: int, key: _Build, _: object) -> None:
-        if follow:
-            follow(done, len(wanted), f"compile {key[0]} for the CPU")
-
-    errors = zip(wanted, on_all_cores(build, list(wanted), progress=report), strict=True)
-    return {key: error for key, error in errors if error is not None}
+    errors = on_all_cores(build, list(wanted), what=lambda key, _: f"compile {key[0]} for the CPU", follow=follow)
+    return {key: error for key, error in zip(wanted, errors, strict=True) if error is not None}
 
 
 def check_on_cpu(
@@ -107,7 +103,7 @@ def check_on_cpu(
     races: bool = False,
     seed: int = 0,
     timeout_s: float | None = emulator.DEFAULT_TIMEOUT_S,
-    follow: Follow | None = None,
+    follow: Follow = ignore,
     **selection: Unpack[Selection],
 ) -> CheckRun:
     """Compare stages with the oracle on the CPU, over lengths, masks, types, layouts and schedules that break kernels.
@@ -137,10 +133,6 @@ def check_on_cpu(
     todo = [(name, case) for case in chosen for name in case.names]
     # The long ones first, so that none is left alone at the end.
     order = sorted(range(len(todo)), key=lambda index: -todo[index][1].problem.flops)
-
-    def report(done: int, _: int, row: CheckRow) -> None:
-        if follow:
-            follow(done, len(todo), f"{row.stage} {row.problem.label} {row.layout} {row.schedule}")
 
     cancel = threading.Event()
 
@@ -178,7 +170,10 @@ def check_on_cpu(
             fallbacks=ran.fallbacks,
         )
 
-    rows = on_all_cores(check_one, order, progress=report, cancel=cancel)
+    def what(_: int, row: CheckRow) -> str:
+        return f"{row.stage} {row.problem.label} {row.layout} {row.schedule}"
+
+    rows = on_all_cores(check_one, order, what=what, follow=follow, cancel=cancel)
     return CheckRun(None, tuple(row for _, row in sorted(zip(order, rows, strict=True), key=lambda pair: pair[0])))
 
 

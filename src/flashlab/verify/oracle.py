@@ -50,16 +50,14 @@ def problem_of(q: Array, k: Array, v: Array, *, causal: bool, dtype: DType = "fl
     Raises:
         ShapeError: they are none.
     """
-    shapes = [tuple(int(n) for n in x.shape) for x in (q, k, v)]
-    got = ", ".join(f"{name} {shape}" for name, shape in zip("qkv", shapes, strict=True))
-    if any(len(shape) != 4 for shape in shapes) or any(0 in shape for shape in shapes):
-        raise ShapeError(f"wanted non-empty q, k, v of four dimensions (batch, heads, length, head_dim), got {got}")
-    (batch, q_heads, q_len, head_dim), (_, kv_heads, kv_len, _), v_shape = shapes
-    if shapes[1] != (batch, kv_heads, kv_len, head_dim) or v_shape != shapes[1] or q_heads % kv_heads:
+    q_shape, k_shape, v_shape = shapes = [tuple(int(n) for n in x.shape) for x in (q, k, v)]
+    if len(q_shape) != 4 or len(k_shape) != 4 or k_shape != v_shape or q_shape[::3] != k_shape[::3]:
+        got = ", ".join(f"{name} {shape}" for name, shape in zip("qkv", shapes, strict=True))
         raise ShapeError(
-            "wanted k and v of one shape, q's batch and head_dim, and heads that divide q's, "
-            f"for example q (2, 8, 128, 64) with k, v (2, 4, 256, 64), got {got}"
+            "wanted q (batch, q_heads, q_len, head_dim), k and v (batch, kv_heads, kv_len, head_dim), for example "
+            f"(2, 8, 128, 64) and (2, 4, 256, 64), got {got}"
         )
+    (batch, q_heads, q_len, head_dim), (_, kv_heads, kv_len, _) = q_shape, k_shape
     mask = "causal" if causal else "full"
     return Problem.of(batch, q_heads, kv_heads, q_len, kv_len, head_dim, dtype=dtype, mask=mask, **features)
 
@@ -348,8 +346,6 @@ def plain(
     causal: bool,
     dtype: DType,
     precision: Precision = "input",
-    window: Window = NO_WINDOW,
-    softcap: float = 0.0,
     scale: float | None = None,
     xp: Any = np,
 ) -> Array:
@@ -360,13 +356,13 @@ def plain(
     Returns:
         The output (batch, q_heads, q_len, head_dim), stored as `pack` does.
     """
-    problem = problem_of(q, k, v, causal=causal, window=window, softcap=softcap)
+    problem = problem_of(q, k, v, causal=causal)
     scale = default_scale(problem.head_dim) if scale is None else scale
-    how: dict[str, Any] = {"scale": scale, "dtype": dtype, "precision": precision, "softcap": softcap}
+    how: dict[str, Any] = {"scale": scale, "dtype": dtype, "precision": precision, "xp": xp}
     out = xp.empty(q.shape, dtype=xp.float32)
     flat = out.reshape(-1, *out.shape[2:])
     for tile in tiles(problem):
-        flat[tile.pairs, tile.span], _ = plain_tile(q, k, v, tile, **how, xp=xp)
+        flat[tile.pairs, tile.span], _ = plain_tile(q, k, v, tile, **how)
     return pack(out, dtype, xp)
 
 
