@@ -504,6 +504,22 @@ def test_damage_is_found_and_named(data: Path, harm: Any, place: str, reason: st
     assert any(line.startswith(f"{data / SLUG / place}: {reason}") for line in found), found
 
 
+def test_nothing_is_drawn_from_what_was_withdrawn(data: Path) -> None:
+    kept = store.records(SLUG, Measurement, data)
+    steps = [measurement(problem=replace(PROBLEM, inputs="steps"), run=run) for run in (EARLY, LATE)]
+    for row in steps:
+        append(data / SLUG / "runs" / f"{row.run}.jsonl", row)
+    entry = schema.Withdrawn(inputs="steps", runs=(EARLY,), reason="made up")
+    (data / SLUG / "withdrawn.json").write_text(f"[{entry.model_dump_json()}]")
+    store.write_checksums(SLUG, data)
+    found = store.records(SLUG, Measurement, data)
+    assert [row for row in found if row.problem.inputs == "steps"] == steps[1:]
+    assert [row for row in found if row.problem.inputs != "steps"] == list(kept)
+    assert store.extent(SLUG, data).endswith(", and 1 that were withdrawn")
+    assert steps[0] in store.read(data / SLUG / "runs" / f"{EARLY}.jsonl", Measurement)[0]
+    assert not [damage for damage in store.verify(SLUG, data) if "withdrawn" in str(damage)]
+
+
 def test_no_append_makes_a_falsified_file_sound(data: Path) -> None:
     _change(data / SLUG)
     with pytest.raises(DamagedRecordError, match="differs from CHECKSUMS"):

@@ -70,6 +70,21 @@ def test_a_gpu_makes_the_inputs_that_a_cpu_makes_of_the_same_numbers(name: str, 
         torch.testing.assert_close(got.cpu(), want.cpu(), **close)
 
 
+@pytest.mark.parametrize("name", ["one_hot", "scale4"])
+def test_inputs_are_whole_on_a_stream_that_waits_for_no_other(name: str) -> None:
+    """A benchmark's stream is torch's alone: CuPy's, on which a kind is made, is busy here when torch goes on."""
+    torch = pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
+    pytest.importorskip("cupy", reason="needs CuPy: pip install 'flashlab[gpu]'")
+    problem = replace(SMALL, inputs=name)
+    wanted = make_torch_inputs(problem, 7)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)  # cycles, on the default stream
+    with torch.cuda.stream(torch.cuda.Stream()):
+        made = make_torch_inputs(problem, 7)
+    torch.cuda.synchronize()
+    assert all(map(torch.equal, made, wanted))
+
+
 def test_normal_inputs_are_torchs_own_numbers() -> None:
     torch = pytest.importorskip("torch", reason="needs torch: pip install 'flashlab[gpu]'")
     generator = torch.Generator(device="cuda").manual_seed(3)

@@ -809,6 +809,18 @@ class Judged(_Model):
     reason: Prose
 
 
+class Withdrawn(_Model):
+    """An entry of data/<gpu>/withdrawn.json: measurements that are not of what they say. They stay where they lie, and
+    no chart, table or choice is made of them."""
+
+    inputs: Label
+    """Of all that was measured on this kind of inputs."""
+    runs: Annotated[tuple[RunId, ...], Field(min_length=1)]
+    """In these runs."""
+    reason: Prose
+    """What is wrong, for readers of the site."""
+
+
 def run_id(source: Source, start: datetime) -> str:
     """A name for a run that starts then (UTC), `20261121T054500Z-0123abc-4f2a91`: never the same twice.
 

@@ -13,6 +13,7 @@
     data/<gpu>/packed/              sequences of different lengths, packed, `flashlab packed`
     data/<gpu>/calls/               wall time of single calls, launch included, `flashlab claims --measure`
     data/<gpu>/verdicts.json        what the records say of the claims in data/claims.csv, `flashlab claims --write`
+    data/<gpu>/withdrawn.json       measurements that are not of what they say, by run and kind of inputs, and why
     data/<gpu>/checks/              comparisons that are not timings; see checks.py for the lines
     data/<gpu>/random/              the same over random problems and layouts, `flashlab check --random`
     data/<gpu>/flash-attention/     the same over flash-attention's own cases, `flashlab check --suite flash-attention`
@@ -78,6 +79,7 @@ _DOCUMENTS: dict[str, TypeAdapter[Any]] = {
     "machine.json": TypeAdapter(Machine),
     "tuned.json": TypeAdapter(Choices),
     "verdicts.json": TypeAdapter(tuple[Judged, ...]),
+    "withdrawn.json": TypeAdapter(tuple[schema.Withdrawn, ...]),
 }
 _PARSERS: Mapping[str, Callable[[bytes], Any]] = {
     **{folder: TypeAdapter(kind).validate_json for kind, folder in FOLDERS.items()},
@@ -229,9 +231,30 @@ def record_files(gpu: str, data: Path = DATA) -> tuple[Path, ...]:
 
 
 def lines(gpu: str, folder: str = "runs", data: Path = DATA) -> tuple[Line, ...]:
-    """Every sound record in a GPU's folder, one of `FOLDERS`, oldest file first; empty where there is none."""
+    """Every sound record in a GPU's folder, one of `FOLDERS`, oldest file first, without those that were `withdrawn`;
+    empty where there is none."""
+    found = _lines(gpu, folder, data)
+    gone = {(run, one.inputs) for one in withdrawn(gpu, data) for run in one.runs}
+    return tuple(line for line in found if _run_and_inputs(line.record) not in gone)
+
+
+def _lines(gpu: str, folder: str, data: Path) -> tuple[Line, ...]:
     paths = files(data / gpu / folder)
     return tuple(line for path in paths for line in _parsed(path, _PARSERS[folder], signature(path))[0])
+
+
+def _run_and_inputs(record: Any) -> tuple[str, str] | None:
+    return (record.run, record.problem.inputs) if isinstance(record, Measurement) else None
+
+
+def withdrawn(gpu: str, data: Path = DATA) -> tuple[schema.Withdrawn, ...]:
+    """What data/<gpu>/withdrawn.json takes back; empty where there is none.
+
+    Raises:
+        ValidationError: the file is no such document, which `verify` names.
+    """
+    path = data / gpu / "withdrawn.json"
+    return _DOCUMENTS[path.name].validate_json(path.read_bytes()) if path.is_file() else ()
 
 
 def sanitized(gpu: str, data: Path = DATA) -> tuple[Sanitized, ...]:
@@ -240,8 +263,10 @@ def sanitized(gpu: str, data: Path = DATA) -> tuple[Sanitized, ...]:
 
 
 def extent(gpu: str, data: Path = DATA) -> str:
-    """How many sound records of runs there are of a GPU, for people: `812 records in 4 runs`."""
-    return f"{len(lines(gpu, 'runs', data))} records in {len(files(data / gpu / 'runs'))} runs"
+    """How many sound records of runs there are of a GPU, and how many were withdrawn: `812 records in 4 runs`."""
+    kept, found = len(lines(gpu, "runs", data)), len(_lines(gpu, "runs", data))
+    back = f", and {found - kept} that were withdrawn" if found > kept else ""
+    return f"{kept} records in {len(files(data / gpu / 'runs'))} runs{back}"
 
 
 def count_samples(gpu: str, data: Path = DATA) -> dict[str, int]:

@@ -386,6 +386,7 @@ def make_torch_inputs(problem: Problem, seed: int = 0) -> tuple[Array, Array, Ar
     if problem.inputs != inputs.NORMAL:
         cupy = importlib.import_module("cupy")  # views of the same memory
         inputs.change(problem.inputs, cupy.from_dlpack(q), cupy.from_dlpack(k), causal=problem.causal, xp=cupy)
+        cupy.cuda.get_current_stream().synchronize()  # torch's stream may be another, and would not wait for it
     dtype = getattr(torch, problem.dtype)
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
