@@ -322,6 +322,16 @@ def test_effects_are_beside_the_first_level_of_the_newest_run() -> None:
     assert (refused.ratio, refused.median_us, refused.reason) == (None, None, "static_assert")
 
 
+def test_a_level_that_is_refused_now_has_no_ratio_of_before() -> None:
+    pytest.importorskip("scipy")
+    now = [
+        ablation("exp", "2^x", 1000.0, run="20270102T030405Z-0123abc"),
+        ablation("exp", "expf", None, run="20270102T030405Z-0123abc"),
+    ]
+    _, refused = analysis.effects([ablation("exp", "2^x", 1000.0), ablation("exp", "expf", 1200.0), *now])
+    assert (refused.ratio, refused.reason) == (None, "static_assert")
+
+
 def _started(run: str, boot: str, times: Mapping[str, float]) -> list[Ablation]:
     at = schema.Start(boot=boot, at="2026-01-02T03:00:00+00:00")
     rows = [ablation("exp", level, time_us, run=run) for level, time_us in times.items()]

@@ -207,7 +207,7 @@ def _beside_first(
             if record is None or (record is not first and newest[at[:2], wanted] != run):
                 continue
             starts: list[Any] = []
-            if first is not None and record is not first:
+            if first is not None and record is not first and _samples(record):
                 alike = [one for one in every if place(one) == at and _samples(one)]
                 starts = select.by_start(alike, name, (wanted, groups[group][0]))
             pairs = tuple((ours, theirs) for ours, theirs in starts)
