@@ -1,1 +1,1 @@
-"""Records to one frame, one rule that selects rows, and the statistics over them. Never compiles, runs or measures."""
+"""One rule that selects among records, and the statistics over what it selects. Never compiles, runs or measures."""

@@ -1,6 +1,6 @@
-"""Tables in Markdown: a table is a list of columns, and a column says what its cells are of a row of the frame.
+"""Tables in Markdown: a table is a list of columns, and a column says what its cells are of a row.
 
-`table(COLUMNS, rows)` renders any of them. A row is a dict of one line of the frame (`timed`), or a record.
+`table(COLUMNS, rows)` renders any of them. A row is a record, or a dict of what one says (`timed`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from flashlab.record.schema import (
 
 Cell = str | int | float | None
 Row = Any
-"""A line of the frame as a dict, or a record: what a column takes its cell from."""
+"""A record, or a dict of what one says: what a column takes its cell from."""
 
 _STATUS_WORDS: Mapping[Status, str] = {
     "ok": "ok",
@@ -250,7 +250,7 @@ def line(
     libraries: Collection[str] = (),
     regime: Regime = "burst",
 ) -> dict[str, Any]:
-    """A row as a line of the frame, with a hot L2, and relative to `rows`: `over_parent`, `percent_of_best`.
+    """What a record says with a hot L2, flat, and relative to `rows`: `over_parent`, `percent_of_best`.
 
     Args:
         beside: rows of another element type, as `Results.beside` gives them; they have no share of the best.
@@ -271,7 +271,7 @@ def line(
 def timed(
     rows: Sequence[Measurement], *, beside: Sequence[Measurement] = (), libraries: Collection[str] = ()
 ) -> list[dict[str, Any]]:
-    """One problem's rows in bursts as lines of the frame; those `beside` in place of the same libraries' own."""
+    """What one problem's records say in bursts, flat; those `beside` in place of the same libraries' own."""
     return [
         line(row, rows, beside=beside, libraries=libraries)
         for row in (select.with_beside(rows, beside) if beside else rows)
