@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytest
+import synthetic
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from shared import read_run
 
@@ -518,6 +519,24 @@ def test_nothing_is_drawn_from_what_was_withdrawn(data: Path) -> None:
     assert store.extent(SLUG, data).endswith(", and 1 that were withdrawn")
     assert steps[0] in store.read(data / SLUG / "runs" / f"{EARLY}.jsonl", Measurement)[0]
     assert not [damage for damage in store.verify(SLUG, data) if "withdrawn" in str(damage)]
+
+
+def test_a_measurement_of_other_inputs_is_found(data: Path) -> None:
+    """The same machine code falls back as often on the same problem, but on a model's activations."""
+    cubin = synthetic.measurement("16_ones_column", PROBLEM).cubin
+    for run, problem, fallbacks in (
+        (EARLY, replace(PROBLEM, inputs="one_hot"), (489880, 0)),
+        (EARLY, replace(PROBLEM, inputs="trained"), (7, 0)),
+        (LATE, replace(PROBLEM, inputs="one_hot"), (88, 0)),
+        (LATE, replace(PROBLEM, inputs="trained"), (9, 0)),
+        (LATE, replace(PROBLEM, inputs="steps"), (5, 0)),
+    ):
+        row = measurement(name="16_ones_column", problem=problem, run=run, cubin=cubin, fallbacks=fallbacks)
+        append(data / SLUG / "runs" / f"{run}.jsonl", row)
+    found = [str(damage) for damage in store.verify(SLUG, data) if "fallbacks" in str(damage)]
+    assert len(found) == 1
+    assert f"{LATE}.jsonl:" in found[0]
+    assert "(88, 0), where" in found[0]
 
 
 def test_no_append_makes_a_falsified_file_sound(data: Path) -> None:

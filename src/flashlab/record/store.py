@@ -48,6 +48,7 @@ from xml.etree import ElementTree
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from flashlab.core.errors import DamagedRecordError, NoDataError
+from flashlab.core.inputs import TRAINED
 from flashlab.core.paths import DATA, digest, signature, writable_dir
 from flashlab.kernels import registry
 from flashlab.record import checks, provenance, schema
@@ -454,8 +455,9 @@ def verify(gpu: str, data: Path = DATA) -> tuple[Damage, ...]:
     """All that is wrong with a GPU's data of every kind.
 
     Wrong checksums; files missing, unlisted, of no known kind or name, or in truth links; lines and documents that are
-    none, that stand there twice, that are of another run, of the future, or faster than the GPU; and where there is
-    git, files that are not as the commit that added them has them.
+    none, that stand there twice, that are of another run, of the future, or faster than the GPU; measurements whose
+    inputs cannot have been those of another with the same machine code; and where there is git, files that are not as
+    the commit that added them has them.
     """
     folder = data / gpu
     if not _is_slug(gpu) or folder.is_symlink():
@@ -475,7 +477,7 @@ def verify(gpu: str, data: Path = DATA) -> tuple[Damage, ...]:
             elif digest(path.read_bytes()) != sums[name]:
                 damage.append(Damage(path, None, "differs from CHECKSUMS"))
             damage.extend(_damage_within(name, path, signature(path)))
-    return (*damage, *_doubled(gpu, data), *_changed_since_added(gpu, data))
+    return (*damage, *_doubled(gpu, data), *_disagreeing(gpu, data), *_changed_since_added(gpu, data))
 
 
 @lru_cache(maxsize=4096)
@@ -540,6 +542,21 @@ def _doubled(gpu: str, data: Path) -> Iterator[Damage]:
             if copied := [seen[one] for one in series if one in seen]:
                 yield Damage(line.path, line.number, f"the samples of {copied[0]} again")
             seen |= dict.fromkeys(series, f"{folder}/{line.path.name}:{line.number}")
+
+
+def _disagreeing(gpu: str, data: Path) -> Iterator[Damage]:
+    """Lines whose machine code fell back more or less often than in the first line with the same code and problem.
+
+    A problem's inputs are drawn from one seed, so that one of the two was measured on others."""
+    first: dict[object, tuple[str, tuple[int, int]]] = {}
+    for line in lines(gpu, "runs", data):
+        row = line.record
+        if isinstance(row, Measurement) and row.cubin and row.fallbacks and row.problem.inputs != TRAINED:
+            same = row.cubin.sha256, row.problem, row.software.get("torch"), row.software.get("cupy-cuda13x")
+            place, wanted = first.setdefault(same, (f"runs/{line.path.name}:{line.number}", row.fallbacks))
+            if row.fallbacks != wanted:
+                reason = f"fallbacks: {row.fallbacks}, where {place} has {wanted} with the same code and problem"
+                yield Damage(line.path, line.number, f"{reason}; withdrawn.json takes back the wrong one")
 
 
 def _added(gpu: str, data: Path) -> tuple[dict[str, str], Callable[[str], str]]:
