@@ -510,7 +510,7 @@ def test_nothing_is_drawn_from_what_was_withdrawn(data: Path) -> None:
     steps = [measurement(problem=replace(PROBLEM, inputs="steps"), run=run) for run in (EARLY, LATE)]
     for row in steps:
         append(data / SLUG / "runs" / f"{row.run}.jsonl", row)
-    entry = schema.Withdrawn(inputs="steps", runs=(EARLY,), reason="made up")
+    entry = schema.Withdrawn(inputs=("steps",), runs=(EARLY,), reason="made up")
     (data / SLUG / "withdrawn.json").write_text(f"[{entry.model_dump_json()}]")
     store.write_checksums(SLUG, data)
     found = store.records(SLUG, Measurement, data)

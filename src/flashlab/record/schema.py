@@ -813,8 +813,8 @@ class Withdrawn(_Model):
     """An entry of data/<gpu>/withdrawn.json: measurements that are not of what they say. They stay where they lie, and
     no chart, table or choice is made of them."""
 
-    inputs: Label
-    """Of all that was measured on this kind of inputs."""
+    inputs: Annotated[tuple[Label, ...], Field(min_length=1)]
+    """All that was measured on these kinds of inputs."""
     runs: Annotated[tuple[RunId, ...], Field(min_length=1)]
     """In these runs."""
     reason: Prose

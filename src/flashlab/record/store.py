@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from xml.etree import ElementTree
@@ -235,7 +236,7 @@ def lines(gpu: str, folder: str = "runs", data: Path = DATA) -> tuple[Line, ...]
     """Every sound record in a GPU's folder, one of `FOLDERS`, oldest file first, without those that were `withdrawn`;
     empty where there is none."""
     found = _lines(gpu, folder, data)
-    gone = {(run, one.inputs) for one in withdrawn(gpu, data) for run in one.runs}
+    gone = {pair for one in withdrawn(gpu, data) for pair in product(one.runs, one.inputs)}
     return tuple(line for line in found if _run_and_inputs(line.record) not in gone)
 
 

@@ -923,12 +923,11 @@ def _downloads(out: Output, data: Path, gpu: str) -> None:
     lacking = "\n".join(f"`{shown.gpu}`\n\n{coverage.table(shown.gpu, data)}" for shown in everything)
     out.snippet("coverage.md", lacking or NOTHING_YET)
     back = [
-        (code(of.gpu), one.inputs, ", ".join(map(code, one.runs)), one.reason)
+        f"- `{of.gpu}`, {', '.join(map(code, one.inputs))} in {', '.join(map(code, one.runs))}. {one.reason}"
         for of in everything
         for one in store.withdrawn(of.gpu, data)
     ]
-    withdrawn = markdown(("GPU", "inputs", "runs", "why"), back, left=4)
-    out.snippet("withdrawn.md", withdrawn if back else "There are none.")
+    out.snippet("withdrawn.md", "\n".join(back) or "There are none.")
     for name, columns in (("measurements", tables.MEASUREMENT_COLUMNS), ("samples", tables.SAMPLE_COLUMNS)):
         lines = [(code(column), meaning) for column, meaning in columns.items()]
         out.snippet(f"dictionary-{name}.md", markdown(("column", "meaning"), lines, left=2))
