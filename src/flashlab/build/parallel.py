@@ -11,11 +11,11 @@ from typing import TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Follow = Callable[[int, int, str], None]
-"""Told at every step of something long: how many are done, of how many, and what it is."""
+"""Called at every step of something long: how many are done, of how many, and what it is."""
 
 
 def ignore(*_: object) -> None:
-    """A `Follow`, say, that is told in vain."""
+    """A `Follow` that does nothing, among others."""
 
 
 def cores() -> int:
@@ -34,7 +34,7 @@ def on_all_cores(
     """The function's result for each item, in their order.
 
     Args:
-        what: for people, of an item and its result: what `follow` is told, in the caller's thread, as each one ends.
+        what: of an item and its result, for people: `follow` is called with it as each one ends, in the caller's thread.
         cancel: set where anything is raised, an interrupt included, so that running calls can stop.
 
     Raises:
