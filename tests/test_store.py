@@ -519,6 +519,9 @@ def test_nothing_is_drawn_from_what_was_withdrawn(data: Path) -> None:
     assert store.extent(SLUG, data).endswith(", and 1 that were withdrawn")
     assert steps[0] in store.read(data / SLUG / "runs" / f"{EARLY}.jsonl", Measurement)[0]
     assert not [damage for damage in store.verify(SLUG, data) if "withdrawn" in str(damage)]
+    (data / SLUG / "withdrawn.json").write_text("{}")
+    with pytest.raises(DamagedRecordError, match="wanted a list of inputs, runs and reason"):
+        store.records(SLUG, Measurement, data)
 
 
 def test_a_measurement_of_other_inputs_is_found(data: Path) -> None:

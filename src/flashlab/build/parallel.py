@@ -34,7 +34,7 @@ def on_all_cores(
     """The function's result for each item, in their order.
 
     Args:
-        what: of an item and its result, for people: `follow` is called with it as each one ends, in the caller's thread.
+        what: of an item and its result, for people: what `follow` is called with, in the caller's thread, at its end.
         cancel: set where anything is raised, an interrupt included, so that running calls can stop.
 
     Raises:

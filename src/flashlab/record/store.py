@@ -233,8 +233,7 @@ def record_files(gpu: str, data: Path = DATA) -> tuple[Path, ...]:
 
 
 def lines(gpu: str, folder: str = "runs", data: Path = DATA) -> tuple[Line, ...]:
-    """Every sound record in a GPU's folder, one of `FOLDERS`, oldest file first, without those that were `withdrawn`;
-    empty where there is none."""
+    """Every sound record in a GPU's folder, one of `FOLDERS`, that was not `withdrawn`, oldest file first."""
     found = _lines(gpu, folder, data)
     gone = {pair for one in withdrawn(gpu, data) for pair in product(one.runs, one.inputs)}
     return tuple(line for line in found if _run_and_inputs(line.record) not in gone)
@@ -253,10 +252,13 @@ def withdrawn(gpu: str, data: Path = DATA) -> tuple[schema.Withdrawn, ...]:
     """What data/<gpu>/withdrawn.json takes back; empty where there is none.
 
     Raises:
-        ValidationError: the file is no such document, which `verify` names.
+        DamagedRecordError: the file is no such document.
     """
     path = data / gpu / "withdrawn.json"
-    return _DOCUMENTS[path.name].validate_json(path.read_bytes()) if path.is_file() else ()
+    try:
+        return _DOCUMENTS[path.name].validate_json(path.read_bytes()) if path.is_file() else ()
+    except ValidationError as error:
+        raise DamagedRecordError(f"wanted a list of inputs, runs and reason in {path}, got {error}") from error
 
 
 def sanitized(gpu: str, data: Path = DATA) -> tuple[Sanitized, ...]:
@@ -548,7 +550,8 @@ def _doubled(gpu: str, data: Path) -> Iterator[Damage]:
 def _disagreeing(gpu: str, data: Path) -> Iterator[Damage]:
     """Lines whose machine code fell back more or less often than in the first line with the same code and problem.
 
-    A problem's inputs are drawn from one seed, so that one of the two was measured on others."""
+    A problem's inputs are drawn from one seed, so that one of the two was measured on others.
+    """
     first: dict[object, tuple[str, tuple[int, int]]] = {}
     for line in lines(gpu, "runs", data):
         row = line.record
