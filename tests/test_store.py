@@ -524,6 +524,19 @@ def test_nothing_is_drawn_from_what_was_withdrawn(data: Path) -> None:
         store.records(SLUG, Measurement, data)
 
 
+@pytest.mark.parametrize(
+    ("only", "gone"),
+    [({}, True), ({"head_dim": 64, "mask": "causal"}, True), ({"head_dim": 128}, False), ({"mask": "full"}, False)],
+)
+def test_a_head_dim_or_a_mask_alone_may_be_withdrawn(only: dict[str, Any], gone: bool) -> None:
+    entry = schema.Withdrawn(inputs=("steps", "one_hot"), runs=(EARLY,), reason="made up", **only)
+    steps = replace(PROBLEM, inputs="steps")
+    assert entry.takes_back(measurement(problem=steps)) is gone
+    assert not entry.takes_back(measurement(problem=steps, run=LATE))
+    assert not entry.takes_back(measurement())
+    assert not entry.takes_back(ceiling())
+
+
 def test_a_measurement_of_other_inputs_is_found(data: Path) -> None:
     """The same machine code falls back as often on the same problem, but on a model's activations."""
     cubin = synthetic.measurement("16_ones_column", PROBLEM).cubin

@@ -810,15 +810,30 @@ class Judged(_Model):
 
 
 class Withdrawn(_Model):
-    """An entry of data/<gpu>/withdrawn.json: measurements that are not of what they say. They stay where they lie, and
-    no chart, table or choice is made of them."""
+    """An entry of data/<gpu>/withdrawn.json: timings that are not of what they say. They stay where they lie, and no
+    chart, table or choice is made of them."""
 
     inputs: Annotated[tuple[Label, ...], Field(min_length=1)]
-    """All that was measured on these kinds of inputs."""
+    """All that was timed on these kinds of inputs."""
     runs: Annotated[tuple[RunId, ...], Field(min_length=1)]
     """In these runs."""
+    head_dim: int | None = None
+    """At this one; at every one where None."""
+    mask: Mask | None = None
+    """Under this one; under every one where None."""
     reason: Prose
     """What is wrong, for readers of the site."""
+
+    def takes_back(self, record: object) -> bool:
+        """Whether a record is one of them."""
+        if not isinstance(record, Timed) or record.run not in self.runs:
+            return False
+        problem = record.problem
+        return (
+            problem.inputs in self.inputs
+            and self.head_dim in (None, problem.head_dim)
+            and self.mask in (None, problem.mask)
+        )
 
 
 def run_id(source: Source, start: datetime) -> str:

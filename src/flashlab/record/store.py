@@ -13,7 +13,7 @@
     data/<gpu>/packed/              sequences of different lengths, packed, `flashlab packed`
     data/<gpu>/calls/               wall time of single calls, launch included, `flashlab claims --measure`
     data/<gpu>/verdicts.json        what the records say of the claims in data/claims.csv, `flashlab claims --write`
-    data/<gpu>/withdrawn.json       measurements that are not of what they say, by run and kind of inputs, and why
+    data/<gpu>/withdrawn.json       timings that are not of what they say, by run and kind of inputs, and why
     data/<gpu>/checks/              comparisons that are not timings; see checks.py for the lines
     data/<gpu>/random/              the same over random problems and layouts, `flashlab check --random`
     data/<gpu>/flash-attention/     the same over flash-attention's own cases, `flashlab check --suite flash-attention`
@@ -41,7 +41,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import lru_cache
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from xml.etree import ElementTree
@@ -234,18 +233,13 @@ def record_files(gpu: str, data: Path = DATA) -> tuple[Path, ...]:
 
 def lines(gpu: str, folder: str = "runs", data: Path = DATA) -> tuple[Line, ...]:
     """Every sound record in a GPU's folder, one of `FOLDERS`, that was not `withdrawn`, oldest file first."""
-    found = _lines(gpu, folder, data)
-    gone = {pair for one in withdrawn(gpu, data) for pair in product(one.runs, one.inputs)}
-    return tuple(line for line in found if _run_and_inputs(line.record) not in gone)
+    back = withdrawn(gpu, data)
+    return tuple(line for line in _lines(gpu, folder, data) if not any(one.takes_back(line.record) for one in back))
 
 
 def _lines(gpu: str, folder: str, data: Path) -> tuple[Line, ...]:
     paths = files(data / gpu / folder)
     return tuple(line for path in paths for line in _parsed(path, _PARSERS[folder], signature(path))[0])
-
-
-def _run_and_inputs(record: Any) -> tuple[str, str] | None:
-    return (record.run, record.problem.inputs) if isinstance(record, Measurement) else None
 
 
 def withdrawn(gpu: str, data: Path = DATA) -> tuple[schema.Withdrawn, ...]:
@@ -553,14 +547,15 @@ def _disagreeing(gpu: str, data: Path) -> Iterator[Damage]:
     A problem's inputs are drawn from one seed, so that one of the two was measured on others.
     """
     first: dict[object, tuple[str, tuple[int, int]]] = {}
-    for line in lines(gpu, "runs", data):
-        row = line.record
-        if isinstance(row, Measurement) and row.cubin and row.fallbacks and row.problem.inputs != TRAINED:
-            same = row.cubin.sha256, row.problem, row.software.get("torch"), row.software.get("cupy-cuda13x")
-            place, wanted = first.setdefault(same, (f"runs/{line.path.name}:{line.number}", row.fallbacks))
-            if row.fallbacks != wanted:
-                reason = f"fallbacks: {row.fallbacks}, where {place} has {wanted} with the same code and problem"
-                yield Damage(line.path, line.number, f"{reason}; withdrawn.json takes back the wrong one")
+    for folder in dict.fromkeys(FOLDERS.values()):
+        for line in lines(gpu, folder, data):
+            row = line.record
+            if isinstance(row, schema.Timed) and row.cubin and row.fallbacks and row.problem.inputs != TRAINED:
+                same = row.cubin.sha256, row.problem, row.software.get("torch"), row.software.get("cupy-cuda13x")
+                place, wanted = first.setdefault(same, (f"{folder}/{line.path.name}:{line.number}", row.fallbacks))
+                if row.fallbacks != wanted:
+                    reason = f"fallbacks: {row.fallbacks}, where {place} has {wanted} with the same code and problem"
+                    yield Damage(line.path, line.number, f"{reason}; withdrawn.json takes back the wrong one")
 
 
 def _added(gpu: str, data: Path) -> tuple[dict[str, str], Callable[[str], str]]:

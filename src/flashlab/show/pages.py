@@ -923,7 +923,8 @@ def _downloads(out: Output, data: Path, gpu: str) -> None:
     lacking = "\n".join(f"`{shown.gpu}`\n\n{coverage.table(shown.gpu, data)}" for shown in everything)
     out.snippet("coverage.md", lacking or NOTHING_YET)
     back = [
-        f"- `{of.gpu}`, {', '.join(map(code, one.inputs))} in {', '.join(map(code, one.runs))}. {one.reason}"
+        f"- `{of.gpu}`, {', '.join(map(code, one.inputs))}{f' at D{one.head_dim}' if one.head_dim else ''}"
+        f"{f' {one.mask}' if one.mask else ''} in {', '.join(map(code, one.runs))}. {one.reason}"
         for of in everything
         for one in store.withdrawn(of.gpu, data)
     ]
