@@ -66,8 +66,8 @@ def only(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def frame(path: str, line: int = 1, function: str = "f") -> Frame:
-    return Frame(function, ROOT / path, line)
+def frame(path: str, line: int = 1) -> Frame:
+    return Frame(ROOT / path, line)
 
 
 @needs_compiler
@@ -80,12 +80,8 @@ def test_inlined_calls_come_innermost_first(
     only.setattr(symbols, "_TOOLS", {tool: symbols._TOOLS[tool]})
     executable, source, (plain, inlined) = program
     found = symbols.resolve(executable, [inlined, plain, plain])
-    assert found[plain] == (Frame("outer", source, 20),)
+    assert found[plain] == (Frame(source, 20),)
     assert [(f.file, f.line) for f in found[inlined]] == [(source, 11), (source, 16), (source, 21)]
-    assert [f.function for f in found[inlined]] in (
-        ["innermost", "middle<64>", "outer"],
-        ["innermost", "middle", "outer"],
-    )
     assert found[inlined][0].text == "hook();  // line 11"
 
 
@@ -118,8 +114,8 @@ def test_a_tool_that_fails_or_babbles(tmp_path: Path, only: pytest.MonkeyPatch) 
     for babble in (
         "exit 1",
         "echo nonsense",
-        "echo 0x1; echo f",
-        "echo 0x1; echo f; echo ??:0; echo 0x2",
+        "echo 0x1",
+        "echo 0x1; echo ??:0; echo 0x2",
         "printf '\\377'",
     ):
         fake.write_text(f"#!/bin/sh\n{babble}\n", encoding="utf-8")
@@ -128,9 +124,9 @@ def test_a_tool_that_fails_or_babbles(tmp_path: Path, only: pytest.MonkeyPatch) 
 
 
 def test_the_site_is_outside_of_the_emulation() -> None:
-    emulated = Frame("emu::load", EMULATION / "ptx.cuh", 3)
-    common, kernel = frame("kernels/common/tiles.cuh", 40, "load_tile"), frame("kernels/05_wmma.cu", 120, "attention")
-    wrapper = Frame("call", Path("/cache/generated.cpp"), 2)
+    emulated = Frame(EMULATION / "ptx.cuh", 3)
+    common, kernel = frame("kernels/common/tiles.cuh", 40), frame("kernels/05_wmma.cu", 120)
+    wrapper = Frame(Path("/cache/generated.cpp"), 2)
     frames = (emulated, common, kernel, wrapper)
     assert symbols.site(frames) == common
     assert symbols.site((emulated,)) == emulated
@@ -142,37 +138,22 @@ def test_the_site_is_outside_of_the_emulation() -> None:
 def test_a_line_of_source_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "edited.cu"
     path.write_text("  first\nsecond", encoding="utf-8")
-    assert Frame("f", path, 1).text == "first"
+    assert Frame(path, 1).text == "first"
     path.write_text("now longer\nsecond", encoding="utf-8")
-    assert Frame("f", path, 1).text == "now longer"
-    assert Frame("f", path, 9).text == ""
-    assert Frame("f", tmp_path / "none.cu", 1).text == ""
+    assert Frame(path, 1).text == "now longer"
+    assert Frame(path, 9).text == ""
+    assert Frame(tmp_path / "none.cu", 1).text == ""
     first = next(KERNELS.glob("00_*.cu"))
-    assert Frame("f", first, 1).text == first.read_text(encoding="utf-8").splitlines()[0].strip()
+    assert Frame(first, 1).text == first.read_text(encoding="utf-8").splitlines()[0].strip()
 
 
 def test_what_addr2line_writes() -> None:
     text = (
-        "0x0000000000001149\nvoid load<64>(char*, int)\n/a/b/../tiles.cuh:12 (discriminator 3)\nmain\n/a/k.cu:?\n"
-        "0x0000000000000001\n??\n??:0\n0x0000000000000002\nf\n??:?\n"
+        "0x0000000000001149\n/a/b/../tiles.cuh:12 (discriminator 3)\n/a/k.cu:?\n"
+        "0x0000000000000001\n??:0\n0x0000000000000002\n??:?\n"
     )
     assert symbols._read(text) == [
-        (Frame("load<64>", Path("/a/tiles.cuh"), 12), Frame("main", Path("/a/k.cu"), 0)),
+        (Frame(Path("/a/tiles.cuh"), 12), Frame(Path("/a/k.cu"), 0)),
         (),
         (),
     ]
-
-
-@pytest.mark.parametrize(
-    ("written", "short"),
-    [
-        ("main", "main"),
-        ("attention_05_wmma(AttentionParams)", "attention_05_wmma"),
-        ("void load_tile<64, (Order)1>(char*, int)", "load_tile<64, (Order)1>"),
-        ("(anonymous namespace)::fill(int)", "fill"),
-        ("Tile::operator()(int) const", "Tile::operator()"),
-        ("run()::{lambda(int)#1}::operator()(int) const", "run"),
-    ],
-)
-def test_functions_are_named_without_parameters(written: str, short: str) -> None:
-    assert symbols._short(written) == short

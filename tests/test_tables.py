@@ -268,7 +268,7 @@ def test_csv_lines_hold_every_sample_and_state() -> None:
 
 
 def _place(folder: Path, line: int, name: str = "kernel.cu") -> Place:
-    return Place((Frame("kernel", folder / name, line),))
+    return Place((Frame(folder / name, line),))
 
 
 def _counter(place: Place, *, space: str = "shared", access: str = "read", passes: int, ideal: int) -> Counter:

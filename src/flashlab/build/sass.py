@@ -18,9 +18,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 from flashlab.build.cache import entry
+from flashlab.build.sources import Frame as Frame
 from flashlab.core.errors import MissingPackageError, ParameterError
 from flashlab.core.paths import digest
 
@@ -68,14 +68,6 @@ def disassemble(code: bytes, entry: str | None = None) -> tuple[Instruction, ...
             )
         return functions[entry]
     return tuple(instruction for function in functions.values() for instruction in function)
-
-
-class Frame(NamedTuple):
-    """A line of source."""
-
-    file: Path
-    line: int
-    """From 1."""
 
 
 def lines(code: bytes, entry: str) -> dict[int, tuple[Frame, ...]]:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashlab.core.errors import ParameterError
 from flashlab.core.paths import ROOT, digest, signature
@@ -46,6 +46,24 @@ def quote(file: str | Path, line: int) -> str:
     """`file:line: text` of a line, counted from 1."""
     path = ROOT / file
     return f"{shown(path)}:{line}: {line_of(path, line)}"
+
+
+class Frame(NamedTuple):
+    """A line of source that a place in a program comes from, or that it was inlined at."""
+
+    file: Path
+    line: int
+    """From 1; 0 where unknown."""
+
+    @property
+    def shown(self) -> str:
+        """Path and line, relative to the checkout where it lies in there: `kernels/05_wmma.cu:120`."""
+        return f"{shown(self.file)}:{self.line}" if self.line else shown(self.file)
+
+    @property
+    def text(self) -> str:
+        """The line of source as it is in the file now, without its indentation; empty where it cannot be read."""
+        return line_of(self.file, self.line)
 
 
 def included(source: Path, text: str, folders: Sequence[Path]) -> set[Path]:

@@ -11,11 +11,10 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from flashlab.build.sources import line_of, shown
+from flashlab.build.sources import Frame as Frame
 from flashlab.core.paths import KERNELS
 
 EMULATION = KERNELS / "emulation"
@@ -24,36 +23,10 @@ EMULATION = KERNELS / "emulation"
 _TIMEOUT_S = 60.0
 _LOCATION = re.compile(r"(?P<file>.*):(?P<line>\d+|\?)(?: \(discriminator \d+\))?")
 _TOOLS = {
-    "addr2line": ("-a", "-i", "-f", "-C", "-e"),
-    "llvm-symbolizer": ("--output-style=GNU", "-a", "-i", "-f", "-C", "-e"),
+    "addr2line": ("-a", "-i", "-e"),
+    "llvm-symbolizer": ("--output-style=GNU", "--functions=none", "-a", "-i", "-e"),
 }
 """Programs that take addresses on their standard input, the preferred one first, and the options before the path."""
-
-
-@dataclass(frozen=True)
-class Frame:
-    """A line of source, in a function that was called or inlined there."""
-
-    function: str
-    """Demangled; its parameters are left out."""
-    file: Path
-    line: int
-    """From 1; 0 where unknown."""
-
-    @property
-    def shown(self) -> str:
-        """Path and line, relative to the checkout where it lies in there: `kernels/05_wmma.cu:120`."""
-        return f"{shown(self.file)}:{self.line}" if self.line else shown(self.file)
-
-    @property
-    def text(self) -> str:
-        """The line of source as it is in the file now, without its indentation; empty where it cannot be read."""
-        return line_of(self.file, self.line)
-
-    @property
-    def emulated(self) -> bool:
-        """Whether this is the emulation's own code."""
-        return self.file.is_relative_to(EMULATION)
 
 
 def resolve(executable: Path, places: Iterable[int]) -> dict[int, tuple[Frame, ...]]:
@@ -93,7 +66,8 @@ def missing() -> str | None:
 
 def site(frames: tuple[Frame, ...]) -> Frame | None:
     """The frame that a user cares about: the innermost one outside the emulation, where there is one."""
-    return next((frame for frame in frames if not frame.emulated), frames[0] if frames else None)
+    own = (frame for frame in frames if not frame.file.is_relative_to(EMULATION))
+    return next(own, frames[0] if frames else None)
 
 
 @cache
@@ -102,26 +76,12 @@ def _tool() -> str | None:
 
 
 def _read(text: str) -> list[tuple[Frame, ...]]:
-    """The frames of each address, in order: an address, then functions, each followed by its location."""
+    """The frames of each address, in order: an address, then the locations of what was inlined there."""
     by_address: list[list[Frame]] = []
-    lines = iter(text.splitlines())
-    for line in lines:
+    for line in text.splitlines():
         if re.fullmatch(r"0x[0-9a-f]+", line):
             by_address.append([])
-            continue
-        location = _LOCATION.fullmatch(next(lines, ""))
-        if by_address and location and location["file"] != "??":
+        elif by_address and (location := _LOCATION.fullmatch(line)) and location["file"] != "??":
             number = 0 if location["line"] == "?" else int(location["line"])
-            by_address[-1].append(Frame(_short(line), Path(os.path.normpath(location["file"])), number))
+            by_address[-1].append(Frame(Path(os.path.normpath(location["file"])), number))
     return [tuple(frames) for frames in by_address]
-
-
-def _short(function: str) -> str:
-    """`load_tile<64>` of `void load_tile<64>(char*, int)`: as far as its parameters, without its return type."""
-    depth = 0
-    name = function.replace("(anonymous namespace)::", "").removeprefix("void ")
-    for i, character in enumerate(name):
-        depth += (character in "<{") - (character in ">}")
-        if character == "(" and depth == 0 and i > 0 and not name[:i].endswith("operator"):
-            return name[:i]
-    return name
