@@ -3,22 +3,21 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 gpu, plan = json.loads(sys.argv[1]), json.loads(sys.argv[2])
-connection = socket.socket(socket.AF_UNIX)
-connection.connect(sys.argv[sys.argv.index("--connect") + 1])
-job = json.loads(connection.makefile().readline())
+path = Path(sys.argv[sys.argv.index("--connect") + 1])
+pipe = path.open("wb", buffering=0)
+job = json.loads(path.with_name("job.json").read_text())
 with Path(plan["log"]).open("a") as log:
     log.write(json.dumps(job) + "\n")
 
 
 def send(message):
-    connection.sendall((json.dumps(message) + "\n").encode())
+    pipe.write((json.dumps(message) + "\n").encode())
 
 
 def act(what):
@@ -30,7 +29,7 @@ def act(what):
     if what == "hang":
         time.sleep(600)
     if what == "garbage":
-        connection.sendall(b"\x00\xff not json\n")
+        pipe.write(b"\x00\xff not json\n")
         time.sleep(600)
     if what == "fatal":
         send({"type": "fatal", "reason": "CUDA_ERROR_ILLEGAL_ADDRESS"})
@@ -41,8 +40,8 @@ def act(what):
     if what == "unknown":
         send({"type": "dance"})
         time.sleep(600)
-    if what == "orphan":  # dies, while a process that it started lives on and holds the connection
-        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=(connection.fileno(),))
+    if what == "orphan":  # dies, while a process that it started lives on and holds the pipe open
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=(pipe.fileno(),))
         os._exit(5)
 
 

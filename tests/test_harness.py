@@ -30,15 +30,15 @@ sys.exit(harness.serve(work))
 """
 
 
-def worker(*lines: str) -> Worker:
+def worker(*lines: str, job: Any = None) -> Worker:
     body = "".join(f"    {line}\n" for line in lines)
-    return Worker([sys.executable, "-c", BEGIN + body + END])
+    return Worker([sys.executable, "-c", BEGIN + body + END], job or {})
 
 
 def run(*lines: str, job: Any = None, step_s: float = 5.0) -> list[Any]:
     heard: list[Any] = []
-    with worker(*lines) as one:
-        one.run(job or {}, heard.append, startup_s=20.0, step_s=step_s)
+    with worker(*lines, job=job) as one:
+        one.run(heard.append, startup_s=20.0, step_s=step_s)
     return heard
 
 
@@ -51,12 +51,13 @@ def test_a_worker_says_what_it_does_until_it_is_done() -> None:
 
 def test_a_job_that_is_not_read_meets_its_deadline() -> None:
     """It blocked for good once, on a pipe whose other end nobody read."""
-    job = {"type": "job", "long": "x" * (8 << 20)}
-    deaf = "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[-1]); time.sleep(600)"
+    deaf = "import sys, time; pipe = open(sys.argv[-1], 'w'); time.sleep(600)"
     for command in (["sh", "-c", "sleep 600"], [sys.executable, "-c", deaf]):
-        with Worker(command) as one, pytest.raises(WorkerDiedError, match="did not take its job within 1 s") as caught:
-            one.send(job, 1.0)
-        assert caught.value.status == "timeout"
+        with (
+            Worker(command, {"long": "x" * (8 << 20)}) as one,
+            pytest.raises(errors.LaunchError, match="no answer within 1 s"),
+        ):
+            one.run(lambda _: None, startup_s=1.0, step_s=600.0)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +81,7 @@ def test_a_death_is_told_with_the_step_in_hand(line: str, status: str, words: st
 
     begin = ("send({'type': 'hello'})", "print('oh', flush=True)", "send({'type': 'step', 'name': 'this'})")
     with worker(*begin, line) as one, pytest.raises(WorkerDiedError, match=words) as caught:
-        one.run({}, act, startup_s=20.0, step_s=1.0)
+        one.run(act, startup_s=20.0, step_s=1.0)
     assert caught.value.status == status
     assert caught.value.step == {"type": "step", "name": "this"}
 
@@ -90,12 +91,12 @@ def test_a_step_may_ask_for_more_time() -> None:
     assert len(run(*longer, step_s=0.2)) == 2
 
 
-def test_a_temporary_folder_that_is_too_deep_for_a_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_temporary_folder_may_be_deep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Deeper than the name of a socket may be long."""
     deep = tmp_path / ("x" * 120)
     deep.mkdir()
     monkeypatch.setattr(harness.tempfile, "tempdir", str(deep))
-    with pytest.raises(errors.OutputError, match="TMPDIR"):
-        worker("pass")
+    assert run("send({'type': 'hello'})") == [{"type": "hello"}]
     assert not list(deep.iterdir())
 
 
@@ -114,7 +115,6 @@ def test_a_worker_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     alive = tmp_path / "alive"
     child = f"import time, pathlib\\nwhile True: pathlib.Path({str(alive)!r}).touch(); time.sleep(0.05)"
     with worker("import subprocess", f'subprocess.Popen([sys.executable, "-c", "{child}"])', "time.sleep(600)") as one:
-        one.send({}, 20.0)
         while not alive.exists():
             assert one._process.poll() is None
             time.sleep(0.05)
@@ -131,7 +131,7 @@ def test_a_worker_ends_when_its_parent_was_killed(tmp_path: Path) -> None:
     parent = (
         "import sys\nfrom flashlab.measure.harness import Worker\n"
         f"with Worker([sys.executable, '-c', {script!r}]) as one:\n"
-        "    one.run({}, lambda _: None, startup_s=60, step_s=60)\n"
+        "    one.run(lambda _: None, startup_s=60, step_s=60)\n"
     )
     process = subprocess.Popen([sys.executable, "-c", parent])
     while not (begun.is_file() and begun.read_text()):
@@ -149,7 +149,7 @@ def test_a_wrapped_worker_is_waited_for_and_its_output_is_read() -> None:
     command = [sys.executable, "-c", BEGIN + "    send({'type': 'hello'})\n" + END]
     wrapper = "import subprocess, sys; subprocess.run(sys.argv[1:], check=True); print('and a report'); sys.exit(3)"
     with Worker([sys.executable, "-c", wrapper, *command]) as one:
-        one.run({}, lambda _: None, startup_s=20.0, step_s=20.0)
+        one.run(lambda _: None, startup_s=20.0, step_s=20.0)
         assert one.wait(20.0) == 3
         assert "and a report" in one.output()
 

@@ -215,13 +215,14 @@ def test_what_a_worker_sends_is_on_record_with_the_header(tmp_path: Path, monkey
     ]
 
     class Fake:
-        def __init__(self, _: object) -> None: ...
+        def __init__(self, _: object, job: Any) -> None:
+            assert (job["names"], job["device"]) == (packed.NAMES, 0)
+
         def __enter__(self) -> Fake:
             return self
 
         def __exit__(self, *_: object) -> None: ...
-        def run(self, job: Any, act: Any, **_: Any) -> None:
-            assert (job["names"], job["device"]) == (packed.NAMES, 0)
+        def run(self, act: Any, **_: Any) -> None:
             for message in sent:
                 if message["type"] == "death":
                     raise WorkerDiedError("crashed", "killed by SIGSEGV")

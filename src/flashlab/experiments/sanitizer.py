@@ -169,9 +169,9 @@ def watch(command: str, tool: str, job: Message, options: Options) -> Watched:
         log = Path(folder) / "log"
         under_tool = [command, "--tool", tool, *_FLAGS, "--log-file", str(log), *options.worker]
         variables = environment() | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # each array an allocation of its own
-        with Worker(under_tool, variables) as worker:
+        with Worker(under_tool, job, variables) as worker:
             try:
-                worker.run(job, watched.act, startup_s=timeout_s, step_s=timeout_s, total_s=timeout_s)
+                worker.run(watched.act, startup_s=timeout_s, step_s=timeout_s, total_s=timeout_s)
                 worker.wait(max(0.0, ends - time.monotonic()))  # until the tool has written its summary
             except (WorkerDiedError, FlashlabError) as error:
                 watched.death = str(error)

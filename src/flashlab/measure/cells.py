@@ -117,8 +117,8 @@ def supervise(
     while left:
         job["cells"] = [{"index": index, **asdict(cell)} for index, cell in left.items()]
         try:
-            with Worker(options.worker) as worker:
-                worker.run(job, act, startup_s=options.startup_s, step_s=options.timeout_s)
+            with Worker(options.worker, job) as worker:
+                worker.run(act, startup_s=options.startup_s, step_s=options.timeout_s)
             for index in list(left):
                 give_up(index, "error", NO_RESULT)
         except WorkerDiedError as death:  # what was in hand is charged, so that the next worker leaves it out
@@ -159,8 +159,8 @@ class Rows:
         """
         job = {"device": self.options.device, "seed": self.options.seed, **job}
         try:
-            with Worker(self.options.worker) as worker:
-                worker.run(job, self._act, **{"startup_s": self.options.startup_s, **limits_s})
+            with Worker(self.options.worker, job) as worker:
+                worker.run(self._act, **{"startup_s": self.options.startup_s, **limits_s})
         except (WorkerDiedError, FlashlabError) as error:
             if isinstance(error, FlashlabError) and not self.count:
                 raise

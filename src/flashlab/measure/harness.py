@@ -1,8 +1,8 @@
-"""A worker process for whatever measures: each word to it and from it has a deadline, and its death is survived.
+"""A worker process for whatever measures: each word from it has a deadline, and its death is survived.
 
-The parent never touches CUDA. It starts a `Worker`, gives it a job and acts on what it says, one JSON line at a time
-over a socket of their own. A crash (an illegal address poisons the whole process's CUDA context), a kill or a hang then
-costs the step in hand: what was recorded before stays recorded. A worker's module calls `serve`.
+The parent never touches CUDA. It starts a `Worker` on a job, which lies in a file, and acts on what it says, one JSON
+line at a time through a named pipe. A crash (an illegal address poisons the whole process's CUDA context), a kill or a
+hang then costs the step in hand: what was recorded before stays recorded. A worker's module calls `serve`.
 
 Messages have a `type`. Of these the harness knows the meaning:
 
@@ -24,20 +24,19 @@ import json
 import math
 import os
 import platform
+import select
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from operator import methodcaller
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
 from flashlab.core import errors
-from flashlab.core.errors import FlashlabError, LaunchError, OutputError
+from flashlab.core.errors import FlashlabError, LaunchError
 from flashlab.core.paths import cache_dir, writable_dir
 from flashlab.record import provenance, schema, store
 from flashlab.record.schema import Gpu, Machine
@@ -47,6 +46,7 @@ Message = dict[str, Any]
 Send = Callable[[Message], None]
 """Says a message to the parent; ValueError where it holds a number that is none."""
 
+_JOB = "job.json"
 REASON_CHARS = 2000
 _LOG_CHARS = 1500
 _POLL_S = 0.1
@@ -82,30 +82,27 @@ class WorkerDiedError(Exception):
 
 
 class Worker:
-    """A worker process; leaving the context ends it and everything that it started.
+    """A worker process on a job; leaving the context ends it and everything that it started.
 
     Args:
-        command: starts it; `--connect PATH`, the socket to call, is appended. It may be wrapped in a profiler.
+        command: starts it; `--connect PATH`, the pipe that it writes to, is appended. It may be wrapped in a profiler.
+        job: what it is to do: JSON, in a file beside the pipe.
         environment: in place of this process's own.
-
-    Raises:
-        OutputError: no socket can be made in the temporary folder.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, command: Sequence[str], job: Message | None = None, environment: Mapping[str, str] | None = None
+    ) -> None:
         with contextlib.ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="flashlab-")))
             self._log = stack.enter_context((folder / "log").open("w+b"))
-            self._listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-            try:
-                self._listener.bind(str(folder / "socket"))
-            except OSError as error:
-                raise OutputError(
-                    f"wanted a socket in {folder}, got: {error}. The environment variable TMPDIR names a shorter one."
-                ) from error
-            self._listener.listen(1)
+            (folder / _JOB).write_text(json.dumps(job), encoding="utf-8")
+            os.mkfifo(folder / "pipe")
+            # For writing too, so that it has another end before the worker opens it and after that has died.
+            self._pipe = os.open(folder / "pipe", os.O_RDWR)
+            stack.callback(os.close, self._pipe)
             self._process = subprocess.Popen(
-                [*command, "--connect", str(folder / "socket")],
+                [*command, "--connect", str(folder / "pipe")],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=subprocess.STDOUT,
@@ -114,7 +111,6 @@ class Worker:
             )
             stack.callback(self._end)
             self._stack = stack.pop_all()
-        self._connection: socket.socket | None = None
         self._buffer = b""
 
     def __enter__(self) -> Self:
@@ -130,18 +126,6 @@ class Worker:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=60)
 
-    def send(self, message: Message, limit_s: float) -> None:
-        """Give it a message.
-
-        Raises:
-            WorkerDiedError: it did not take it in time, or ended.
-        """
-        ends = time.monotonic() + limit_s
-        left = memoryview(json.dumps(message).encode() + b"\n")
-        while left:
-            sent = self._once(methodcaller("send", left), "it did not take its job", ends, limit_s)
-            left = left[sent:]
-
     def receive(self, limit_s: float) -> Message:
         """Its next message.
 
@@ -150,10 +134,14 @@ class Worker:
         """
         ends = time.monotonic() + limit_s
         while b"\n" not in self._buffer:
-            data = self._once(methodcaller("recv", 1 << 16), "no answer", ends, limit_s)
-            if not data:
+            ended = self._process.poll() is not None  # asked first: what it said before is still in the pipe
+            left_s = ends - time.monotonic()
+            if select.select([self._pipe], (), (), max(0.0, min(left_s, _POLL_S)))[0]:
+                self._buffer += os.read(self._pipe, 1 << 16)
+            elif ended:
                 raise WorkerDiedError("crashed", self._how_it_ended())
-            self._buffer += data
+            elif left_s <= 0:
+                raise WorkerDiedError("timeout", f"no answer within {limit_s:g} s; stopped")
         line, _, self._buffer = self._buffer.partition(b"\n")
         try:
             message = json.loads(line)
@@ -165,14 +153,13 @@ class Worker:
 
     def run(
         self,
-        job: Message,
         act: Callable[[Message], None],
         *,
         startup_s: float,
         step_s: float,
         total_s: float = math.inf,
     ) -> None:
-        """Give it a job and act on what it says until it is done.
+        """Act on what it says until it is done.
 
         Args:
             act: gets every message but the last; KeyError, TypeError, ValueError or AttributeError where it is none.
@@ -188,7 +175,6 @@ class Worker:
         greeted, step = False, None
         ends = time.monotonic() + total_s
         try:
-            self.send(job, min(startup_s, total_s))
             while True:
                 extra = step.get("extra_s", 0) if step else 0
                 limit_s = step_s + (extra if isinstance(extra, int | float) else 0)
@@ -232,30 +218,8 @@ class Worker:
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
 
-    def _once(self, use: Callable[[socket.socket], Any], missed: str, ends: float, limit_s: float) -> Any:
-        """What comes of using the connection, once that goes: it may not be there yet, or not be ready."""
-        while True:
-            left_s = ends - time.monotonic()
-            ended = self._process.poll() is not None
-            try:
-                if self._connection is None:
-                    self._listener.settimeout(max(0.0, min(left_s, _POLL_S)))
-                    self._connection = self._stack.enter_context(self._listener.accept()[0])
-                self._connection.settimeout(max(0.0, min(left_s, _POLL_S)))
-                return use(self._connection)
-            except (TimeoutError, BlockingIOError):
-                if ended:  # A process that it started may still hold the connection open.
-                    raise WorkerDiedError("crashed", self._how_it_ended()) from None
-                if left_s <= 0:
-                    raise WorkerDiedError("timeout", f"{missed} within {limit_s:g} s; stopped") from None
-            except OSError as error:
-                raise WorkerDiedError("crashed", self._how_it_ended()) from error
-
     def _how_it_ended(self) -> str:
-        try:
-            code = self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            return "the worker closed its connection"
+        code = self._process.wait()
         how = f"exit status {code}"
         if code < 0:
             how = f"killed by {signal.Signals(-code).name if -code in list(signal.Signals) else f'signal {-code}'}"
@@ -267,19 +231,16 @@ class Worker:
 
 
 def serve(work: Callable[[Message, Send], None]) -> int:
-    """What a worker's module does when it is run: takes a job from its parent, works on it and says how that ended.
+    """What a worker's module does when it is run: reads the job of its parent, works on it and says how that ended.
 
     An error of ours before its `hello` is a refusal; any other ends the worker and is its last word.
     """
     parser = argparse.ArgumentParser(description="Internal: a worker of flashlab, which its parent starts.")
-    parser.add_argument("--connect", required=True, help="the socket of the parent")
+    parser.add_argument("--connect", required=True, help="the pipe of the parent, beside its job", type=Path)
     path = parser.parse_args().connect
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    # Not inherited: a compiler's process, say, must not keep the connection open when the worker dies.
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(path)
-        with connection.makefile("rw", encoding="utf-8") as pipe:
-            return _serve(work, pipe)
+    with path.open("w", encoding="utf-8") as pipe:
+        return _serve(work, json.loads(path.with_name(_JOB).read_text(encoding="utf-8")), pipe)
 
 
 def _end_with(parent: int) -> None:
@@ -289,7 +250,7 @@ def _end_with(parent: int) -> None:
     os._exit(4)
 
 
-def _serve(work: Callable[[Message, Send], None], pipe: IO[str]) -> int:
+def _serve(work: Callable[[Message, Send], None], job: Message, pipe: IO[str]) -> int:
     greeted = False
 
     def send(message: Message) -> None:
@@ -299,7 +260,7 @@ def _serve(work: Callable[[Message, Send], None], pipe: IO[str]) -> int:
         pipe.flush()
 
     try:
-        work(json.loads(pipe.readline()), send)
+        work(job, send)
     except Exception as error:
         if isinstance(error, FlashlabError) and not greeted:
             send({"type": "refused", "error": type(error).__name__, "message": str(error)})

@@ -206,7 +206,7 @@ def under_ncu(
     """Run a command under ncu; metrics that it refuses are dropped, and it is run again.
 
     Args:
-        command: what to run; `--connect` and a socket are appended.
+        command: what to run; `--connect` and a pipe are appended.
         kernels: a regular expression of the kernels to profile.
         extra: more for ncu.
         options: `timeout_s` is for one run; `note` gets what went wrong.
@@ -228,10 +228,10 @@ def under_ncu(
             report = Path(folder) / "launches.ncu-rep"
             watch = [ncu, "--export", str(report), "--kernel-name", f"regex:{kernels}", "--metrics", ",".join(wanted)]
             ends = time.monotonic() + timeout_s
-            with Worker([*watch, *NCU, *extra, *command]) as worker:
+            with Worker([*watch, *NCU, *extra, *command], job) as worker:
                 try:
                     if job is not None:
-                        _run(worker, job, act, timeout_s)
+                        _run(worker, act, timeout_s)
                     status = worker.wait(max(0.0, ends - time.monotonic()))
                 except WorkerDiedError:
                     say(f"ncu: no end within {timeout_s:g} s with {len(wanted)} metrics")
@@ -252,10 +252,10 @@ def under_ncu(
     return []
 
 
-def _run(worker: Worker, job: Message, act: Callable[[Message], None], timeout_s: float) -> None:
+def _run(worker: Worker, act: Callable[[Message], None], timeout_s: float) -> None:
     """Until it is done or has died: what ncu has to say of that is in its output."""
     try:
-        worker.run(job, act, startup_s=timeout_s, step_s=timeout_s, total_s=timeout_s)
+        worker.run(act, startup_s=timeout_s, step_s=timeout_s, total_s=timeout_s)
     except WorkerDiedError:
         return
     except LaunchError as error:
