@@ -34,12 +34,15 @@ Layout = Literal["bhsd", "bshd"]
 """Order of the dimensions in memory: batch, heads, sequence (length), head dim; or length before heads."""
 
 
-def _rows_without_keys(problem: Problem) -> str | None:
-    if problem.causal and problem.q_len > problem.kv_len:
-        return "its answer for a query that sees no key is not 0; it needs q_len ≤ kv_len under a causal mask"
-    return None
+def _limit(why: str, when: Callable[[Problem], bool]) -> Limit:
+    """The limit of problems that are so; `why` may name fields of the `problem` in braces."""
+    return lambda problem: why.format(problem=problem) if when(problem) else None
 
 
+_rows_without_keys = _limit(
+    "its answer for a query that sees no key is not 0; it needs q_len ≤ kv_len under a causal mask",
+    lambda problem: problem.causal and problem.q_len > problem.kv_len,
+)
 _TORCH = (("torch", "flashlab[gpu]"),)
 
 
@@ -122,7 +125,8 @@ class Peer:
         if limit := self.limits(problem):
             raise UnsupportedError(f"{self.name}: {limit}")
         if self.needs_memory and free_bytes is not None:
-            wanted = score_bytes(problem)
+            # Scores and probabilities, with one temporary, and two float32 copies of a softmax that is done in float32.
+            wanted = problem.batch * problem.q_heads * problem.q_len * problem.kv_len * (3 * 2 + 2 * 4)
             if wanted > free_bytes:
                 raise UnsupportedError(
                     f"{self.name} holds all scores in memory: about {wanted / 1e9:.1f} GB for {problem.label}; "
@@ -148,14 +152,6 @@ def _installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:  # the package that `module` is in
         return False
-
-
-def score_bytes(problem: Problem) -> int:
-    """Memory an unfused attention needs: scores and probabilities, with one temporary, and two float32 copies of a
-    softmax
-    that is done in float32."""
-    scores = problem.batch * problem.q_heads * problem.q_len * problem.kv_len
-    return scores * (3 * 2 + 2 * 4)
 
 
 def _bottom_right_mask(problem: Problem) -> Any:
@@ -220,14 +216,8 @@ def _pinned_sdpa(backend: str, **others: Any) -> Peer:
     return Peer(how=f"SDPBackend.{backend}", writes_lse=_BACKENDS_WRITE_LSE[backend], build=build, **others)
 
 
-def _causal_of_other_lengths(why: str, problem: Problem) -> str | None:
-    return why if problem.causal and problem.q_len != problem.kv_len else None
-
-
-def _grouped_heads(problem: Problem) -> str | None:
-    if problem.q_heads != problem.kv_heads:
-        return "torch's memory-efficient kernel takes no grouped-query heads"
-    return None
+def _causal_of_other_lengths(why: str) -> Limit:
+    return _limit(why, lambda problem: problem.causal and problem.q_len != problem.kv_len)
 
 
 def _cublas_unfused(problem: Problem) -> Attention:
@@ -283,12 +273,6 @@ def _flex(problem: Problem) -> Attention:
         return compiled(q, k, v, score_mod=cap, block_mask=mask, enable_gqa=grouped)
 
     return attend
-
-
-def _odd_head_dims(problem: Problem) -> str | None:
-    if problem.head_dim & problem.head_dim - 1:
-        return "Triton's tiles want a head dim that is a power of two"
-    return None
 
 
 class _TritonFA2:
@@ -368,20 +352,6 @@ def _flash_attention(module: str, unlimited: int | None, problem: Problem) -> At
     return attend
 
 
-def _lacks_dtype(problem: Problem) -> str | None:
-    if problem.dtype != "bfloat16":
-        return f"the wheel (fa3-fwd) lacks {problem.dtype}, which FlashAttention-3's source has; it has bfloat16"
-    return None
-
-
-def _changing_inputs(problem: Problem) -> str | None:
-    if problem.inputs == TRAINED:
-        return f"its inputs are rounded once, and those of the kind {TRAINED} change from layer to layer"
-    if problem.q_len < FEW_ROWS:
-        return f"its inputs are rounded once, and calls of fewer than {FEW_ROWS} query rows rotate over several"
-    return None
-
-
 class _Fp8:
     """FlashAttention-3 on one problem and one set of tensors, which its first call rounds."""
 
@@ -407,17 +377,7 @@ class _Fp8:
         return (by_head / scale[:, None, :, None, None]).flatten(2, 3).to(torch.float8_e4m3fn), scale
 
 
-def _fa3_fp8(problem: Problem) -> Attention:
-    return _Fp8(importlib.import_module(_FA3).flash_attn_func, problem)
-
-
 # --- serving ----------------------------------------------------------------------------------------------------------
-
-
-def _part_of_a_page(problem: Problem) -> str | None:
-    if problem.kv_len % _PAGE:
-        return f"it is given whole pages of {_PAGE} keys, got {problem.kv_len} keys"
-    return None
 
 
 _PAGE = 16
@@ -510,7 +470,12 @@ _FLASH_ATTENTION_3 = Peer(
     title="FlashAttention-3",
     how=f"{_FA3}.flash_attn_func",
     build=partial(_flash_attention, _FA3, UNLIMITED),
-    refuses=(_lacks_dtype,),
+    refuses=(
+        _limit(
+            "the wheel (fa3-fwd) lacks {problem.dtype}, which FlashAttention-3's source has; it has bfloat16",
+            lambda problem: problem.dtype != "bfloat16",
+        ),
+    ),
     packages=(*_TORCH, (_FA3, "fa3-fwd")),
     wheel="fa3-fwd",
     layout="bshd",
@@ -533,10 +498,8 @@ PEERS: Mapping[str, Peer] = {
             name="sdpa_cudnn",
             title="cuDNN (SDPA)",
             refuses=(
-                partial(
-                    _causal_of_other_lengths,
-                    "its causal mask is aligned top left, flashlab's bottom right; they agree where q_len equals "
-                    "kv_len",
+                _causal_of_other_lengths(
+                    "its causal mask is aligned top left, flashlab's bottom right; they agree where q_len equals kv_len"
                 ),
             ),
             min_capability=(8, 0),
@@ -546,9 +509,8 @@ PEERS: Mapping[str, Peer] = {
             name="sdpa_flash",
             title="FlashAttention-2 (SDPA)",
             refuses=(
-                partial(
-                    _causal_of_other_lengths,
-                    "torch's flash kernel takes no explicit mask, and its own causal mask is aligned top left",
+                _causal_of_other_lengths(
+                    "torch's flash kernel takes no explicit mask, and its own causal mask is aligned top left"
                 ),
             ),
             min_capability=(8, 0),
@@ -557,7 +519,13 @@ PEERS: Mapping[str, Peer] = {
             "EFFICIENT_ATTENTION",
             name="sdpa_efficient",
             title="memory-efficient (SDPA)",
-            refuses=(_grouped_heads, _rows_without_keys),
+            refuses=(
+                _limit(
+                    "torch's memory-efficient kernel takes no grouped-query heads",
+                    lambda problem: problem.q_heads != problem.kv_heads,
+                ),
+                _rows_without_keys,
+            ),
         ),
         _pinned_sdpa("MATH", name="sdpa_math", title="unfused (SDPA math)", needs_memory=True),
         Peer(
@@ -584,7 +552,13 @@ PEERS: Mapping[str, Peer] = {
             title="FlashAttention-2 in plain Triton",
             how="kernels/peers/triton_fa2.py, by triton.autotune",
             build=_TritonFA2,
-            refuses=(_odd_head_dims, _rows_without_keys),
+            refuses=(
+                _limit(
+                    "Triton's tiles want a head dim that is a power of two",
+                    lambda problem: problem.head_dim.bit_count() != 1,
+                ),
+                _rows_without_keys,
+            ),
             packages=_TRITON,
             compile_s=5.0,
             writes_lse=False,
@@ -595,8 +569,18 @@ PEERS: Mapping[str, Peer] = {
             _FLASH_ATTENTION_3,
             name="fa3_fp8",
             title="FlashAttention-3 in FP8",
-            build=_fa3_fp8,
-            refuses=(_changing_inputs, _lacks_dtype),
+            build=lambda problem: _Fp8(importlib.import_module(_FA3).flash_attn_func, problem),
+            refuses=(
+                _limit(
+                    f"its inputs are rounded once, and those of the kind {TRAINED} change from layer to layer",
+                    lambda problem: problem.inputs == TRAINED,
+                ),
+                _limit(
+                    f"its inputs are rounded once, and calls of fewer than {FEW_ROWS} query rows rotate over several",
+                    lambda problem: problem.q_len < FEW_ROWS,
+                ),
+                *_FLASH_ATTENTION_3.refuses,
+            ),
             precision="e4m3_scaled",  # with a scale a K/V head, rounded before it is called
         ),
         Peer(
@@ -617,7 +601,12 @@ PEERS: Mapping[str, Peer] = {
             title="FlashInfer",
             how="flashinfer.BatchDecodeWithPagedKVCacheWrapper",
             build=_FlashInfer,
-            refuses=(_part_of_a_page,),
+            refuses=(
+                _limit(
+                    f"it is given whole pages of {_PAGE} keys, got {{problem.kv_len}} keys",
+                    lambda problem: problem.kv_len % _PAGE != 0,
+                ),
+            ),
             # Both are imported; of its other requirements it needs none for this.
             packages=(*_TORCH, ("flashinfer", "flashinfer-python"), ("tvm_ffi", "apache-tvm-ffi")),
             layout="bshd",
