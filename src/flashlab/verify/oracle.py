@@ -4,11 +4,9 @@ Both walk the problem in tiles of query rows, so memory stays bounded whatever t
 handed `xp=cupy`, on a GPU. Layouts are those of `problem.Problem`: Q and O (batch, q_heads, q_len, head_dim), K and
 V (batch, kv_heads, kv_len, head_dim), log-sum-exp (batch, q_heads, q_len), natural logarithm.
 
-float16 arrives as float16. NumPy and CuPy have no bfloat16 of their own, so it may come as any of
-
-- `ml_dtypes.bfloat16`, where the array library takes it (NumPy does);
-- uint16: its raw bits (`torch_tensor.view(torch.uint16)` crosses to CuPy without a copy);
-- float32 that holds only values bfloat16 can represent.
+float16 arrives as float16. NumPy and CuPy have no bfloat16 of their own, so it comes as `ml_dtypes.bfloat16`, where the
+array library takes it (NumPy does), or as uint16, its raw bits (`torch_tensor.view(torch.uint16)` crosses to CuPy
+without a copy).
 """
 
 from __future__ import annotations
