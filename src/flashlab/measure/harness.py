@@ -24,6 +24,7 @@ import json
 import math
 import os
 import platform
+import re
 import select
 import signal
 import subprocess
@@ -35,6 +36,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Literal, Self
 
+from flashlab.build.parallel import cores
 from flashlab.core import errors
 from flashlab.core.errors import FlashlabError, LaunchError
 from flashlab.core.paths import cache_dir, writable_dir
@@ -281,24 +283,16 @@ def greeting(info: GpuInfo) -> Message:
 
 def host() -> dict[str, str]:
     """What the host is; no host name."""
-
-    def first(path: str, key: str) -> str | None:
-        try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
-        except OSError:
-            return None
-        return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)
-
-    facts = {
-        "processor": first("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
+    model = None
+    with contextlib.suppress(OSError):
+        model = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+    return {
+        "processor": model[1] if model else platform.processor() or platform.machine(),
         "machine": platform.machine(),
-        "cores": str(len(os.sched_getaffinity(0))),
+        "cores": str(cores()),
         "system": platform.system(),
+        "memory_gib": f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f}",
     }
-    memory_kib = first("/proc/meminfo", "MemTotal")
-    if memory_kib:
-        facts["memory_gib"] = f"{int(memory_kib.split()[0]) / 2**20:.0f}"
-    return facts
 
 
 class Book:

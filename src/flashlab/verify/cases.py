@@ -18,7 +18,7 @@ import numpy as np
 from flashlab.core.errors import ParameterError
 from flashlab.core.inputs import HOSTILE as HOSTILE_INPUTS
 from flashlab.core.inputs import NORMAL, SCALE8, drawn
-from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, MASKS, UNLIMITED, Problem, Window
+from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, MASKS, UNLIMITED, Problem, Window, matching
 from flashlab.kernels.registry import Stage
 from flashlab.record.schema import Verdict
 from flashlab.run.plan import with_features
@@ -115,12 +115,10 @@ def cases(
     `able` is the stage of each name, `features` a window and a soft cap.
 
     Raises:
-        ParameterError: an unknown layout, mask or type, or inputs that are not drawn.
+        ParameterError, DTypeError: an unknown layout, mask or type, or inputs that are not drawn.
     """
     kinds = [drawn(name) for name in inputs]
     _require("layout", layouts, {**LAYOUTS, **FAR_LAYOUTS})
-    _require("mask", masks, MASKS)
-    _require("dtype", dtypes, DTYPES)
     combinations: list[Case] = []
     dims = _head_dims(able) if head_dims is None else head_dims
     for head_dim, dtype, mask, (q_len, kv_len) in itertools.product(dims, dtypes, masks, lengths):
@@ -174,19 +172,10 @@ def only(
     """The cases of those types, masks and head dims.
 
     Raises:
-        ParameterError: an unknown type or mask, or nothing is left.
+        ParameterError: nothing is left.
     """
-    _require("mask", masks, MASKS)
-    _require("dtype", dtypes, DTYPES)
-    return _some(
-        [
-            case
-            for case in among
-            if case.problem.dtype in dtypes
-            and case.problem.mask in masks
-            and (head_dims is None or case.problem.head_dim in head_dims)
-        ]
-    )
+    wanted = {"dtype": [*dtypes], "mask": [*masks], "head_dim": [*(head_dims or ())]}
+    return _some([case for case in among if matching([case.problem], **wanted)])
 
 
 def chosen_cases(
