@@ -387,18 +387,17 @@ def compile_many(
     """
     if any(job.stage.language == "cuda" for job in work):
         toolchain()
-    return tuple(on_all_cores(_compile_job, work, what=_said, follow=follow))
 
+    def made(job: Job) -> Cubin | CompileError:
+        try:
+            return compile_stage(job)
+        except CompileError as error:
+            return error
 
-def _said(job: Job, made: Cubin | CompileError) -> str:
-    return f"{'refused' if isinstance(made, CompileError) else 'compiled'}: {job.label}"
+    def said(job: Job, made: Cubin | CompileError) -> str:
+        return f"{'refused' if isinstance(made, CompileError) else 'compiled'}: {job.label}"
 
-
-def _compile_job(job: Job) -> Cubin | CompileError:
-    try:
-        return compile_stage(job)
-    except CompileError as error:
-        return error
+    return tuple(on_all_cores(made, work, what=said, follow=follow))
 
 
 def _require_arch(arch: str) -> None:
@@ -548,14 +547,13 @@ def _triton_request(job: Job) -> _Request:
 
 def _nvrtc_request(source: Path, arch: str, defines: Mapping[str, int | str], *, line_info: bool = False) -> _Request:
     tools = toolchain()
-    values = {name: int(value) if isinstance(value, bool) else value for name, value in defines.items()}
     options = (
         f"--gpu-architecture={arch}",
         "--std=c++17",
         "--ptxas-options=-v",
         *([_LINE_INFO] if line_info else []),
         f"-I{shown(COMMON)}",
-        *(f"-D{name}={value}" for name, value in values.items()),
+        *(f"-D{name}={value}" for name, value in defines.items()),
     )
     source, text = source.resolve(), read(source, "CUDA C++")
     # For nvcc, to be run in the checkout. Its register allocation may differ from NVRTC's.

@@ -255,7 +255,7 @@ def _build(
         source=source,
         text=text,
         entry=entry,
-        macros=tuple((key, str(int(value) if isinstance(value, bool) else value)) for key, value in macros.items()),
+        macros=tuple((key, str(value)) for key, value in macros.items()),
         hooks=hooks,
         compiler=cxx(),
     )
@@ -329,9 +329,10 @@ def _runtime(compiler: Cxx) -> tuple[Path, ...]:
         ]
         for path, done, command in zip(sources, on_all_cores(_compile, commands), commands, strict=True):
             if done.returncode:
-                log = readable(done.stderr)
+                log, error = readable(done.stderr), _ERROR.search(done.stderr)
+                why = f": {error['text']}" if error else ""
                 raise CompileError(
-                    f"{shown(path)}: {compiler.path} did not compile the emulation's runtime{_first_error(log)}",
+                    f"{shown(path)}: {compiler.path} did not compile the emulation's runtime{why}",
                     command=shlex.join(command),
                     log=log,
                 )
@@ -384,11 +385,6 @@ _AT = r"([^\s:][^:\n]*):(\d+):(?:\d+:)? +"
 _EXPANSION = re.compile(rf"^{_AT}note: (?:in expansion|in definition|expanded)", re.MULTILINE)
 _INSTANTIATION = re.compile(rf"^{_AT}(?:required|note: in instantiation)", re.MULTILINE)
 _INCLUSION = re.compile(r"^(?:In file included| +) from ([^\s:][^:\n]*):(\d+)", re.MULTILINE)
-
-
-def _first_error(log: str) -> str:
-    error = _ERROR.search(log)
-    return f": {error['text']}" if error else ""
 
 
 def _refusal(request: _Request, log: str) -> CompileError:

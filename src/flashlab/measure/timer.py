@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import math
 import random
 import threading
 import time
@@ -59,7 +60,8 @@ _MAX_SPIN_US = 50_000.0
 _STARVED_TRIES = 5
 CHUNK_S = 0.05
 """How long the samples of a sustained measurement are about."""
-_MONITOR_PERIOD_S = 0.05
+_STATE_PERIOD_S, _MONITOR_PERIOD_S = 0.25, 0.05
+"""How often NVML is asked: of an implementation among bursts, and under sustained load."""
 FULL_CLOCK = 0.99
 """A sample whose clock reads less than this share of the highest one seen was held back."""
 _GAP_FACTORS = (1, 4, 16)
@@ -159,11 +161,7 @@ class _Progress:
     readings: list[Reading] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
     spent_s: float = 0.0
-    last_state_s: float | None = None
-
-    def wants_more(self, samples: int, min_samples: int, cap_s: float) -> bool:
-        taken = len(self.readings)
-        return taken < min_samples or (taken < samples and self.spent_s < cap_s)
+    last_state_s: float = -math.inf
 
 
 def _samples(readings: Sequence[Reading], **fields: Any) -> Samples:
@@ -226,12 +224,6 @@ class Timer:
                 return
             progress.calls //= 2
 
-    def _watch(self, progress: _Progress) -> None:
-        now = self._backend.now()
-        if progress.last_state_s is None or now - progress.last_state_s > 0.25:
-            progress.last_state_s = now
-            progress.states.append(self._backend.state())
-
     def burst(
         self,
         implementations: Mapping[str, Run],
@@ -270,9 +262,16 @@ class Timer:
                 progress.readings.append(reading)
                 if self._held_back(reading.sm_clock_mhz):
                     progress.gap_factor = min(2 * progress.gap_factor, _GAP_FACTORS[-1])
-                self._watch(progress)
+                now = self._backend.now()
+                if now - progress.last_state_s > _STATE_PERIOD_S:
+                    progress.last_state_s = now
+                    progress.states.append(self._backend.state())
                 progress.spent_s += self._backend.now() - start
-            names = [name for name in going if going[name].wants_more(samples, min_samples, cap_s)]
+            names = [
+                name
+                for name, progress in going.items()
+                if len(progress.readings) < (max(samples, min_samples) if progress.spent_s < cap_s else min_samples)
+            ]
         return {
             name: _samples(
                 progress.readings,

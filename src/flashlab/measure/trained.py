@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import io
 import json
 import math
 import os
 import random
 import sysconfig
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -31,6 +31,7 @@ from flashlab.core.paths import cache_dir, writable_dir
 from flashlab.core.problem import Problem
 from flashlab.measure.cells import need
 from flashlab.record import provenance
+from flashlab.record.store import write_at_once
 from flashlab.run import gpu
 
 Tensor = Any
@@ -243,13 +244,16 @@ def train(config: Config, *, text: Text | None = None, device: str = "cuda", fol
     stored = {name: weight.detach().to("cpu", torch.bfloat16) for name, weight in weights.items()}
     stored["held_out"] = _bytes(text.held_out, "cpu")
     del weights
-    held_out_loss = _held_out_loss(_on(stored, device), config)
+    on_device = _on(stored, device)
+    with torch.no_grad():
+        windows = _windows(on_device["held_out"], config.batch, config.length + 1)
+        held_out_loss = float(_loss(on_device, config, windows).item())
     if not math.isfinite(held_out_loss):
         raise CheckFailedError(
             f"wanted a finite loss of the model of head dim {config.head_dim} after {config.steps} steps, got "
             f"{held_out_loss}: the training diverged, and nothing is stored"
         )
-    layers = [score_statistics(q, k) for q, k, _ in _extract(_on(stored, device), config, config.batch, config.length)]
+    layers = [score_statistics(q, k) for q, k, _ in _extract(on_device, config, config.batch, config.length)]
     description = {
         "head_dim": config.head_dim,
         "digest": _digest(stored),
@@ -303,13 +307,6 @@ def _fit(config: Config, text: Tensor, device: str, follow: Follow) -> tuple[Wei
             follow(step, config.steps, f"head dim {config.head_dim}: loss {loss.item():.3f} nats a byte")
     final = losses[-max(1, config.steps // 10) :].mean().item()  # waits for the GPU
     return weights, final, time.perf_counter() - start_s
-
-
-def _held_out_loss(stored: Weights, config: Config) -> float:
-    torch = _torch()
-    windows = _windows(stored["held_out"], config.batch, config.length + 1)
-    with torch.no_grad():
-        return float(_loss(stored, config, windows).item())
 
 
 def score_statistics(q: Tensor, k: Tensor) -> dict[str, float]:
@@ -462,13 +459,10 @@ def _description(head_dim: int) -> dict[str, Any] | None:
 
 def _store(folder: Path, stored: Weights, description: dict[str, Any]) -> None:
     """Weights first, then what names them, each put in place by one rename; then older weights go."""
-    weights = folder / f"{description['digest']}.pt"
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as temporary:
-        new = Path(temporary, "new")
-        _torch().save(stored, new)
-        new.replace(weights)
-        new.write_text(json.dumps(description, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        new.replace(folder / "description.json")
+    weights, content = folder / f"{description['digest']}.pt", io.BytesIO()
+    _torch().save(stored, content)
+    write_at_once(weights, content.getvalue())
+    write_at_once(folder / "description.json", json.dumps(description, indent=2, allow_nan=False) + "\n")
     for other in folder.glob("*.pt"):
         if other != weights:
             other.unlink(missing_ok=True)

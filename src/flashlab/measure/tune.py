@@ -238,19 +238,14 @@ def compile_tasks(tasks: Sequence[Task], *, arch: str, progress: Follow = ignore
             outcome = code.get((task.key.problem, name))
             digest = name if outcome is None or isinstance(outcome, CompileError) else outcome.sha256
             if isinstance(outcome, CompileError):
-                refused.append((variant, _why(outcome)))
+                said = str(outcome).partition("\nEquivalent command:")[0]  # without command and log
+                refused.append((variant, " ".join(said.split())[:_REASON_CHARS]))
             elif digest in good:
                 twins.append(variant)
             else:  # also what cannot be compiled here: the worker says why
                 good[digest] = variant
         compiled.append(task._replace(variants=tuple(good.values()), refused=tuple(refused), twins=tuple(twins)))
     return compiled
-
-
-def _why(error: CompileError) -> str:
-    """What the compiler said, without command and log."""
-    text = str(error).partition("\nEquivalent command:")[0]
-    return " ".join(text.split())[:_REASON_CHARS]
 
 
 def problems_of(

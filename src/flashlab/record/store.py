@@ -150,17 +150,12 @@ def _parsed(
             first = error.errors()[0]
             damage.append(Damage(path, number, f"{'.'.join(map(str, first['loc'])) or 'line'}: {first['msg']}"))
             continue
-        if reason := _misplaced(record, path):
-            damage.append(Damage(path, number, reason))
+        run = getattr(record, "run", path.stem)
+        if run != path.stem:
+            damage.append(Damage(path, number, f"run: wanted {path.stem}, the file's name, got {run}"))
         else:
             lines.append(Line(record=record, path=path, number=number))
     return tuple(lines), tuple(damage)
-
-
-def _misplaced(record: Any, path: Path) -> str:
-    """That a record is of another run than its file; empty where it is not."""
-    run = getattr(record, "run", path.stem)
-    return "" if run == path.stem else f"run: wanted {path.stem}, the file's name, got {run}"
 
 
 _AHEAD = timedelta(days=1)
@@ -374,12 +369,12 @@ _PART = ".*.[0-9]*"
 """What a document that is being written is called beside its name."""
 
 
-def write_at_once(path: Path, text: str) -> None:
+def write_at_once(path: Path, content: str | bytes) -> None:
     """Write a file whole: whoever reads meanwhile, or after a crash, sees the old content or the new."""
     part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")  # several threads may write it
     try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with part.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
@@ -693,7 +688,7 @@ def _set_aside(mend: Mend, folder: Path, sums: dict[str, str]) -> None:
     sums[aside.relative_to(folder).as_posix()] = digest(aside.read_bytes())
     lines = mend.path.read_bytes().split(b"\n")
     kept = [raw for number, raw in enumerate(lines, start=1) if raw and number not in mend.torn]
-    write_at_once(mend.path, b"".join(raw + b"\n" for raw in kept).decode("utf-8"))
+    write_at_once(mend.path, b"".join(raw + b"\n" for raw in kept))
 
 
 def _newest_gpu(gpu: str, data: Path) -> schema.Gpu | None:
