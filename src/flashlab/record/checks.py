@@ -8,7 +8,7 @@ digits.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -74,7 +74,6 @@ layout. In a file whose first line names no format, the first one's, a line is a
 `read_lines` reads both alike."""
 _DIGITS = 3
 _ERRORS = ("max_abs", "rms", "lse")
-_SIDES = ("error", "limit")
 
 
 class Header(BaseModel):
@@ -108,36 +107,36 @@ def case_line(rows: Sequence[CheckRow]) -> dict[str, Any]:
     where the emulator was asked, the same of its output, and of the two compared. `emulated` is what it ran. `other`
     has what did not pass. `inputs` is the kind where it is not normal, `fallbacks` the counts of stages that had any.
     """
-    problem = rows[0].problem
-    line: dict[str, Any] = {
-        "shape": problem.shape,
-        "dtype": problem.dtype,
-        "mask": problem.mask,
+    problem, passed = rows[0].problem, [row for row in rows if _passed(row)]
+    fallbacks = {row.stage: row.fallbacks for row in rows if row.fallbacks and any(row.fallbacks)}
+    other = [_compact(row, ("stage", "status", "reason", "verdict", "emulator")) for row in rows if not _passed(row)]
+    emulated = [row.emulator.shape for row in passed if row.emulator is not None]
+    return {
+        **{name: getattr(problem, name) for name in ("shape", "dtype", "mask")},
         **({} if problem.inputs == NORMAL else {"inputs": problem.inputs}),
         **{name: getattr(problem, name) for name in problem.features},
         "layout": rows[0].layout,
-        "ok": {row.stage: _numbers(row) for row in rows if _passed(row)},
+        "ok": {row.stage: [number for verdict in _verdicts(row) for number in _numbers(verdict)] for row in passed},
+        **({"fallbacks": fallbacks} if fallbacks else {}),
+        **({"other": other} if other else {}),
+        **({"emulated": emulated[0]} if emulated else {}),
     }
-    fallbacks = {row.stage: row.fallbacks for row in rows if row.fallbacks and any(row.fallbacks)}
-    if fallbacks:
-        line["fallbacks"] = fallbacks
-    other = [_compact(row, ("stage", "status", "reason", "verdict", "emulator")) for row in rows if not _passed(row)]
-    if other:
-        line["other"] = other
-    emulated = [row.emulator.shape for row in rows if row.emulator is not None and _passed(row)]
-    if emulated:
-        line["emulated"] = emulated[0]
-    return line
 
 
 def _passed(row: CheckRow) -> bool:
     return row.status == "ok" and row.verdict is not None and not row.reason
 
 
-def _numbers(row: CheckRow) -> list[float | None]:
-    verdicts = [row.verdict, *((row.emulator.verdict, row.emulator.agreement) if row.emulator else ())]
-    shorts = [_short(verdict) for verdict in verdicts if verdict is not None]
-    return [number for short in shorts for side in _SIDES for number in short[side]]
+def _verdicts(row: CheckRow) -> list[Verdict]:
+    """Of the stage and, where the emulator was asked, of that and of the two compared."""
+    said = (row.verdict, *((row.emulator.verdict, row.emulator.agreement) if row.emulator else ()))
+    return [verdict for verdict in said if verdict is not None]
+
+
+def _numbers(verdict: Verdict) -> list[float | None]:
+    """Errors, then limits, each with few digits."""
+    numbers = (getattr(verdict, f"{name}_{side}") for side in ("error", "limit") for name in _ERRORS)
+    return [None if number is None else float(f"{number:.{_DIGITS}g}") for number in numbers]
 
 
 def _compact(said: CheckRow | EmulatorVerdict, names: Sequence[str]) -> dict[str, Any]:
@@ -146,7 +145,8 @@ def _compact(said: CheckRow | EmulatorVerdict, names: Sequence[str]) -> dict[str
     for name in names:
         value = getattr(said, name)
         if isinstance(value, Verdict):
-            line[name] = _short(value)
+            numbers, failed = _numbers(value), {} if value.passed else {"failed": value.reason}
+            line[name] = {**failed, "error": numbers[: len(_ERRORS)], "limit": numbers[len(_ERRORS) :]}
         elif isinstance(value, EmulatorVerdict):
             line[name] = {"shape": None, **_compact(value, tuple(vars(value)))}
         elif value:
@@ -154,23 +154,16 @@ def _compact(said: CheckRow | EmulatorVerdict, names: Sequence[str]) -> dict[str
     return line
 
 
-def _short(verdict: Verdict) -> dict[str, Any]:
-    def digits(value: float | None) -> float | None:
-        return None if value is None else float(f"{value:.{_DIGITS}g}")
+def _verdict(error: Sequence[float | None], limit: Sequence[float | None], failed: str | None = None) -> dict[str, Any]:
+    """The fields of a verdict that was made short."""
+    numbers = {f"{name}_error": number for name, number in zip(_ERRORS, error, strict=True)}
+    numbers |= {f"{name}_limit": number for name, number in zip(_ERRORS, limit, strict=True)}
+    return {"passed": failed is None, "reason": failed or "", **numbers}
 
-    short: dict[str, Any] = {side: [digits(getattr(verdict, f"{name}_{side}")) for name in _ERRORS] for side in _SIDES}
-    return short if verdict.passed else {"failed": verdict.reason, **short}
 
-
-def _expanded(line: Mapping[str, Any]) -> dict[str, Any]:
+def _expanded(said: Mapping[str, Any], *verdicts: str) -> dict[str, Any]:
     """What `_compact` made short, with every field."""
-    full = {"reason": "", **line}
-    for name in ("verdict", *(("agreement",) if "shape" in line else ())):
-        short = full.setdefault(name, None)
-        if short is not None:
-            numbers = ((f"{of}_{side}", n) for side in _SIDES for of, n in zip(_ERRORS, short[side], strict=True))
-            full[name] = {"passed": "failed" not in short, "reason": short.get("failed", ""), **dict(numbers)}
-    return full
+    return {"reason": "", **said} | {name: said.get(name) and _verdict(**said[name]) for name in verdicts}
 
 
 def read_lines(path: Path) -> tuple[Compared, ...]:
@@ -209,26 +202,17 @@ def _compared(line: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The comparisons of a line of `case_line`, as `Compared` takes them."""
     what = {"dtype": line["dtype"], "mask": line["mask"], "inputs": line.get("inputs", NORMAL)}
     what |= {name: line[name] for name in FEATURES if name in line}
+    found = []
+    for stage, numbers in line["ok"].items():
+        each = [numbers[at : at + len(_ERRORS)] for at in range(0, len(numbers), len(_ERRORS))]
+        verdict, *beside = (_verdict(*pair) for pair in zip(each[::2], each[1::2], strict=True))
+        found.append({"stage": stage, "status": "ok", "verdict": verdict})
+        if beside:
+            said = {"status": "ok", "reason": "", "shape": line.get("emulated")}
+            found[-1]["emulator"] = said | dict(zip(("verdict", "agreement"), beside, strict=True))
+    for row in line.get("other", ()):
+        emulator = {"emulator": _expanded(row["emulator"], "verdict", "agreement")} if "emulator" in row else {}
+        found.append(_expanded(row, "verdict") | emulator)
     of = {"problem": Problem.parse(line["shape"], **what), "layout": line["layout"]}
     counted = line.get("fallbacks", {})
-    found = []
-    for row in (*_passed_lines(line), *line.get("other", ())):
-        full = _expanded({name: row[name] for name in ("stage", "status", "reason", "verdict") if name in row}) | of
-        full |= {"emulator": _expanded(row["emulator"])} if "emulator" in row else {}
-        found.append(full | ({"fallbacks": counted[row["stage"]]} if row["stage"] in counted else {}))
-    return found
-
-
-def _passed_lines(line: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Those that passed, as `_compact` has the others."""
-    per_side, per_verdict = len(_ERRORS), len(_ERRORS) * len(_SIDES)
-    for stage, numbers in line["ok"].items():
-        verdicts = [
-            {side: numbers[at + i * per_side : at + (i + 1) * per_side] for i, side in enumerate(_SIDES)}
-            for at in range(0, len(numbers), per_verdict)
-        ]
-        row: dict[str, Any] = {"stage": stage, "status": "ok", "verdict": verdicts[0]}
-        if len(verdicts) > 1:
-            beside = {"verdict": verdicts[1], "agreement": verdicts[2]}
-            row["emulator"] = {"status": "ok", "shape": line.get("emulated"), **beside}
-        yield row
+    return [row | of | {"fallbacks": counted.get(row["stage"])} for row in found]
