@@ -76,8 +76,8 @@ def test_a_job_that_is_not_read_meets_its_deadline() -> None:
 )
 def test_a_death_is_told_with_the_step_in_hand(line: str, status: str, words: str) -> None:
     def act(message: Any) -> None:
-        if message["type"] == "strange":
-            raise KeyError("strange")
+        if message["type"] in ("strange", 5):
+            raise KeyError(message["type"])
 
     begin = ("send({'type': 'hello'})", "print('oh', flush=True)", "send({'type': 'step', 'name': 'this'})")
     with worker(*begin, line) as one, pytest.raises(WorkerDiedError, match=words) as caught:

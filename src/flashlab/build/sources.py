@@ -36,18 +36,6 @@ def read(source: Path, language: str) -> str:
         raise ParameterError(f"source: wanted a {language} file, got {source}: {error}") from error
 
 
-def line_of(path: Path, line: int) -> str:
-    """A line of a file as it is now, counted from 1, without its indentation; empty where it cannot be read."""
-    linecache.checkcache(str(path))
-    return linecache.getline(str(path), line).strip()
-
-
-def quote(file: str | Path, line: int) -> str:
-    """`file:line: text` of a line, counted from 1."""
-    path = ROOT / file
-    return f"{shown(path)}:{line}: {line_of(path, line)}"
-
-
 class Frame(NamedTuple):
     """A line of source that a place in a program comes from, or that it was inlined at."""
 
@@ -63,7 +51,14 @@ class Frame(NamedTuple):
     @property
     def text(self) -> str:
         """The line of source as it is in the file now, without its indentation; empty where it cannot be read."""
-        return line_of(self.file, self.line)
+        linecache.checkcache(str(self.file))
+        return linecache.getline(str(self.file), self.line).strip()
+
+
+def quote(file: str | Path, line: int) -> str:
+    """`file:line: text` of a line, counted from 1."""
+    frame = Frame(ROOT / file, line)
+    return f"{frame.shown}: {frame.text}"
 
 
 def included(source: Path, text: str, folders: Sequence[Path]) -> set[Path]:

@@ -128,12 +128,8 @@ class Worker:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=60)
 
-    def receive(self, limit_s: float) -> Message:
-        """Its next message.
-
-        Raises:
-            WorkerDiedError: none came in time, it ended, or what came is no message.
-        """
+    def _line(self, limit_s: float) -> bytes:
+        """What it says next; WorkerDiedError where that did not come in time, or it ended."""
         ends = time.monotonic() + limit_s
         while b"\n" not in self._buffer:
             ended = self._process.poll() is not None  # asked first: what it said before is still in the pipe
@@ -145,13 +141,7 @@ class Worker:
             elif left_s <= 0:
                 raise WorkerDiedError("timeout", f"no answer within {limit_s:g} s; stopped")
         line, _, self._buffer = self._buffer.partition(b"\n")
-        try:
-            message = json.loads(line)
-        except ValueError:
-            message = None
-        if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-            raise WorkerDiedError("crashed", f"the worker said something that is no message: {line[:80]!r}")
-        return message
+        return line
 
     def run(
         self,
@@ -174,27 +164,28 @@ class Worker:
             LaunchError: it died before its `hello`.
             WorkerDiedError: it died after it.
         """
-        greeted, step = False, None
+        greeted = False
+        step: Message | None = None
         ends = time.monotonic() + total_s
         try:
             while True:
-                extra = step.get("extra_s", 0) if step else 0
-                limit_s = step_s + (extra if isinstance(extra, int | float) else 0)
-                limit_s = limit_s if greeted else startup_s
-                message = self.receive(max(0.0, min(limit_s, ends - time.monotonic())))
-                kind = message["type"]
+                limit_s = step_s + (step or {}).get("extra_s", 0.0) if greeted else startup_s
+                line = self._line(max(0.0, min(limit_s, ends - time.monotonic())))
+                try:
+                    message = json.loads(line)
+                    kind = message["type"]
+                    if kind not in ("done", "refused", "fatal"):
+                        act(message)
+                except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    # ValueError covers pydantic's ValidationError: a record that is none.
+                    reason = f"the worker said something that is no message, {line[:80]!r}: {error}"[:REASON_CHARS]
+                    raise WorkerDiedError("crashed", reason) from error
                 if kind == "done":
                     return
                 if kind == "refused":
-                    raise _REFUSALS.get(str(message.get("error")), LaunchError)(str(message.get("message")))
+                    raise _REFUSALS.get(message.get("error"), LaunchError)(str(message.get("message")))
                 if kind == "fatal":
                     raise WorkerDiedError("crashed", str(message.get("reason")))
-                try:
-                    act(message)
-                except (KeyError, TypeError, ValueError, AttributeError) as error:
-                    # ValueError covers pydantic's ValidationError: a record that is none.
-                    reason = f"the worker said something that is no message: {error}"[:REASON_CHARS]
-                    raise WorkerDiedError("crashed", reason) from error
                 greeted = greeted or kind == "hello"
                 step = message if kind == "step" else step
         except WorkerDiedError as death:

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from flashlab.build import compiler, sass
 from flashlab.build.compiler import Cubin
-from flashlab.build.sources import line_of
+from flashlab.build.sources import Frame
 from flashlab.core.errors import CompileError, FlashlabError, LaunchError, MissingError, ParameterError
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
@@ -306,24 +306,21 @@ def trace(launch: Launch, stage: Stage, lined: Cubin) -> tuple[LineStalls, ...]:
     at, it is the first in the stage's own file, else the first of all.
     """
     places = sass.lines(lined.code, lined.entry)
-    found: dict[sass.Frame, Counter[str]] = {}
+    found: dict[Frame, Counter[str]] = {}
     for position, states in launch.samples.items():
         frames = places.get(position * sass.BYTES_PER_INSTRUCTION, ())
         own = [frame for frame in frames if frame.file.name == stage.source.name]
         for frame in (own or frames)[:1]:
             found.setdefault(frame, Counter()).update(states)
     ranked = sorted(found.items(), key=lambda item: (-item[1].total(), item[0]))
+    folders = {stage.source.name: stage.source.parent}  # all others are headers
+    here = [
+        (Frame(folders.get(file.name, compiler.COMMON) / file.name, line), counts) for (file, line), counts in ranked
+    ]
     return tuple(
-        LineStalls(file=frame.file.name, line=frame.line, text=_text(frame, stage), samples=dict(counts.most_common()))
-        for frame, counts in ranked
+        LineStalls(file=frame.file.name, line=frame.line, text=frame.text, samples=dict(counts.most_common()))
+        for frame, counts in here
     )
-
-
-def _text(frame: sass.Frame, stage: Stage) -> str:
-    """A line of the stage's source, or of a header; empty where the file is not there."""
-    own = frame.file.name == stage.source.name
-    path = stage.source if own else compiler.COMMON / frame.file.name
-    return line_of(path, frame.line)
 
 
 def profile(
