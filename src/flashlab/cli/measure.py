@@ -22,7 +22,7 @@ from flashlab.core.problem import DTYPES, FIRST_SHAPE, MASKS, SUITES, DType, Pro
 from flashlab.core.problem import suite as suite_of
 
 if TYPE_CHECKING:
-    from flashlab.measure.tune import Tuned
+    from flashlab.measure.tune import Task
 
 
 def bench(
@@ -167,7 +167,7 @@ def tune(
         raise ParameterError(f"--plan: wanted no {', '.join(given)}: an entry of the file says what it tries and where")
     of_type = dtype or "float16"
     options = Options(data=data, device=device, note=say, resume=resume)
-    tunings: list[module.Tuned] = []
+    tunings: list[list[module.Task]] = []
     if plan is not None:
         tasks = [task for task in module.read_plan(plan) if matching([task.key.problem], head_dim=head_dim, mask=mask)]
         if dry_run:
@@ -177,7 +177,7 @@ def tune(
             say(f"about {module.estimate_s(tasks):.0f} s with the start; nothing was measured")
             return
         with following("tuning") as follow:
-            tunings = module.tune_all(tasks, options=replace(options, progress=follow))
+            tunings = [[one] for one in module.tune_all(tasks, options=replace(options, progress=follow))]
     elif stage is not None:
         entry = registry.get(stage)
         how: dict[str, Any] = {"grid": module.parse_grid(entry, param) if param else None, "each": each, "limit": limit}
@@ -195,16 +195,16 @@ def tune(
         _show_tuned(tunings, as_json)
 
 
-def _show_tuned(tunings: Sequence[Tuned], as_json: bool) -> None:
-    """What the last round of each tuning gave."""
+def _show_tuned(tunings: Sequence[Sequence[Task]], as_json: bool) -> None:
+    """What the last round of each tuning, of a task a problem, gave."""
     from flashlab.record import schema, store
     from flashlab.show import tuning as module
 
     lines = [
-        (trial, tuning.rounds[-1])
-        for tuning in tunings
-        for trial in module.trials(store.read(tuning.rounds[-1], schema.Tuning)[0])
-        if trial["key"].stage == tuning.stage and trial["key"].problem in tuning.problems
+        (trial, tasks[0].rounds[-1])
+        for tasks in tunings
+        for trial in module.trials(store.read(tasks[0].rounds[-1], schema.Tuning)[0])
+        if trial["key"] in [task.key for task in tasks]
     ]
     lines.sort(key=lambda line: (line[0]["key"], line[0]["median_us"] or float("inf")))
     columns = {"stage": "key.stage", "problem": "key.problem.label", "variant": "parameters", "median_us": "median_us"}
@@ -214,11 +214,11 @@ def _show_tuned(tunings: Sequence[Tuned], as_json: bool) -> None:
         as_json=as_json,
         document=[{**trial, "path": path} for trial, path in lines],
     )
-    for tuning in () if as_json else tunings:
+    for tasks in () if as_json else tunings:
+        first, problems = tasks[0], ", ".join(task.key.problem.label for task in tasks)
         say(
-            f"{tuning.stage} {', '.join(problem.label for problem in tuning.problems)}: {tuning.refused} variants "
-            f"refused, {tuning.twins} with another's machine code, {len(tuning.rounds)} rounds, the last in "
-            f"{tuning.rounds[-1]}"
+            f"{first.key.stage} {problems}: {len(first.refused)} variants refused, {len(first.twins)} with another's "
+            f"machine code, {len(first.rounds)} rounds, the last in {first.rounds[-1]}"
         )
 
 

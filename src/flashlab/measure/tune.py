@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
 from statistics import geometric_mean
@@ -72,20 +72,6 @@ class Key(NamedTuple):
     problem: Problem
 
 
-@dataclass(frozen=True, kw_only=True)
-class Tuned:
-    """What came of one tuning."""
-
-    stage: str
-    problems: tuple[Problem, ...]
-    refused: int
-    """Variants that did not compile as they must."""
-    twins: int
-    """Variants left out since another has the same machine code."""
-    rounds: tuple[Path, ...]
-    """A file of records each."""
-
-
 def parse_grid(stage: Stage, texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """`NAME=a,b,c` as values to try of a tunable.
 
@@ -117,11 +103,8 @@ class Task(NamedTuple):
     """Once it is compiled: variants that did not compile, each with the reason, which are none of `variants` then."""
     twins: tuple[Variant, ...] = ()
     """Likewise: the same machine code as one of the others."""
-
-    def tuned(self, problems: tuple[Problem, ...], rounds: Sequence[Path]) -> Tuned:
-        """What came of it on some problems."""
-        refused, twins = len(self.refused), len(self.twins)
-        return Tuned(stage=self.key.stage, problems=problems, refused=refused, twins=twins, rounds=tuple(rounds))
+    rounds: tuple[Path, ...] = ()
+    """Once it is timed: a file of records each."""
 
 
 class _Entry(BaseModel):
@@ -278,8 +261,8 @@ def tune(
     shapes: Sequence[str] | None = None,
     inputs: str = NORMAL,
     options: Options = OPTIONS,
-) -> Tuned:
-    """Tune a stage for one head dim, mask and element type, and record every variant.
+) -> list[Task]:
+    """Tune a stage for one head dim, mask and element type, and record every variant; a task a problem comes back.
 
     Args:
         grid, each, limit: what to try, as `variants_of` takes them.
@@ -325,7 +308,7 @@ def tune(
             break
         kept = max(_FINALISTS, len(left) // _KEPT)
         left = tuple(_unique([*ranked[:kept], *(variant for variant in ranked if variant in stay)]))
-    return compiled[0].tuned(problems, rounds)
+    return [one._replace(rounds=tuple(rounds)) for one in compiled]
 
 
 def time(tasks: Sequence[Task], *, plan: Plan, options: Options) -> Path:
@@ -372,7 +355,7 @@ def tune_all(
     tasks: Sequence[Task],
     *,
     options: Options = OPTIONS,
-) -> list[Tuned]:
+) -> list[Task]:
     """`tune` for several short lists: everything is compiled first, then one worker times all, a single round each.
 
     What is tried on one problem is interleaved, whatever its stage, with the libraries that a task names. Where the
@@ -407,7 +390,7 @@ def tune_all(
             options.note("all of it is on record; nothing was measured")
             return []
     path, _ = _round(compiled, replace(_PLAN, cap_s=_PLAN_CAP_S), options)
-    return [one.tuned((one.key.problem,), [path]) for one in compiled]
+    return [one._replace(rounds=(path,)) for one in compiled]
 
 
 def _round(tasks: Sequence[Task], plan: Plan, options: Options) -> tuple[Path, tuple[Tuning, ...]]:
