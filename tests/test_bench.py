@@ -1009,7 +1009,7 @@ def test_a_workers_rows_are_records(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.cuda, "stream", contextlib.nullcontext),
         (worker_module, "CudaBackend", _Clock),
         (worker_module, "prepare", lambda *tensors, **how: _Prepared(torch, *tensors, **how)),
-        (worker_module, "_sass_mix", lambda *_: {"mma": 1}),
+        (worker_module.sass, "mix", lambda *_: {"mma": 1}),
         (gpu, "synchronize", lambda _: None),
         (gpu, "memory_free_bytes", lambda _: 1 << 40),
         (worker_module.ceilings, "CEILINGS", {"launch": lambda *_: nothing}),

@@ -131,13 +131,13 @@ def _cubins(stage_id: str) -> tuple[compiler.Cubin, compiler.Cubin]:
     )
 
 
-def _listing(cubin: compiler.Cubin) -> tuple[str, ...]:
+def _listing(cubin: compiler.Cubin) -> list[str]:
     """A kernel's instructions as ncu writes them."""
     found = []
     for one in sass.disassemble(cubin.code, cubin.entry):
         guard = f"{one.predicate} " if one.predicate and one.predicate.startswith("@") else ""
         found.append(f"{guard}{one.opcode} {one.operands}".strip())
-    return tuple(found)
+    return found
 
 
 def test_every_stage_gets_a_record_with_the_lines_that_its_samples_are_of(tmp_path: Path, ncu: Any) -> None:
@@ -313,7 +313,7 @@ def test_samples_are_traced_only_in_the_machine_code_that_was_launched() -> None
     assert "other machine code" in str(profile.why_no_lines(launch, other.sha256, plain, lined))
     assert "other machine code" in str(profile.why_no_lines(launch, plain.sha256, None, lined))
     assert "with line information" in str(profile.why_no_lines(launch, other.sha256, other, lined))
-    swapped = replace(launch, listing=(listing[1], listing[0], *listing[2:]))
+    swapped = replace(launch, listing=[listing[1], listing[0], *listing[2:]])
     assert "listing" in str(profile.why_no_lines(swapped, plain.sha256, plain, lined))
 
 

@@ -100,7 +100,8 @@ _LINE_OR_ADDRESS = re.compile(
 )
 
 
-def mix(code: bytes, entry: str | None = None) -> dict[str, int]:
+@lru_cache(maxsize=256)
+def mix(code: bytes, entry: str | None = None) -> Mapping[str, int]:
     """How many instructions of each of `CLASSES` a cubin's kernels hold, or the kernel `entry` alone.
 
     Raises:

@@ -145,9 +145,9 @@ class Launch:
     kernel: str
     """Its name."""
     metrics: Mapping[str, float]
-    listing: tuple[str, ...] = ()
+    listing: list[str] = field(default_factory=list)
     """The kernel's instructions as ncu writes them, in order; empty where no samples were taken."""
-    samples: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
+    samples: dict[int, Mapping[str, int]] = field(default_factory=dict)
     """By position in the listing: samples by warp state, where there are any."""
 
 
@@ -164,16 +164,10 @@ def parse_source(text: str) -> list[Launch]:
     """
     found: list[Launch] = []
     header: list[str] = []
-    kernel, listing, samples = "", list[str](), dict[int, dict[str, int]]()
-
-    def finish() -> None:
-        if listing:
-            found.append(Launch(kernel=kernel, metrics={}, listing=tuple(listing), samples=dict(samples)))
-
     for row in csv.reader(line for line in text.splitlines() if line.startswith('"')):
         if row[0] == "Kernel Name":
-            finish()
-            kernel, header, listing, samples = row[1].split("(")[0], [], [], {}
+            found.append(Launch(kernel=row[1].split("(")[0], metrics={}))
+            header = []
         elif row[0] == "Address":
             header = row
         elif header:
@@ -187,10 +181,9 @@ def parse_source(text: str) -> list[Launch]:
             if others > 0:
                 states["gmma" if "GMMA" in cells["Source"] else "other"] = others
             if states:
-                samples[len(listing)] = states
-            listing.append(cells["Source"].strip())
-    finish()
-    return found
+                found[-1].samples[len(found[-1].listing)] = states
+            found[-1].listing.append(cells["Source"].strip())
+    return [launch for launch in found if launch.listing]
 
 
 def under_ncu(

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, TypeVar
 
 from flashlab.build import sass
@@ -443,11 +443,6 @@ def _over_layers(before: Verdict | None, verdict: Verdict | None, layers: int) -
     )
 
 
-@lru_cache(maxsize=256)
-def _sass_mix(sha256: str, entry: str, code: bytes) -> dict[str, int]:
-    return sass.mix(code, entry)
-
-
 def _cubin_fields(prepared: Prepared) -> CubinFields:
     cubin, shape = prepared.cubin, prepared.launch_shape
     return CubinFields(
@@ -461,7 +456,7 @@ def _cubin_fields(prepared: Prepared) -> CubinFields:
         threads=shape.threads,
         tile_q=shape.tile_q,
         blocks_per_sm=prepared.blocks_per_sm(),
-        sass=_sass_mix(cubin.sha256, cubin.entry, cubin.code),
+        sass=dict(sass.mix(cubin.code, cubin.entry)),
     )
 
 

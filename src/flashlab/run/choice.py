@@ -327,11 +327,6 @@ def _able(problem: Problem, arch: str) -> Iterator[Stage]:
             yield stage
 
 
-@lru_cache(maxsize=256)
-def _defaults(stage: str, head_dim: int) -> Mapping[str, int]:
-    return registry.get(stage).parameters(head_dim)
-
-
 @lru_cache(maxsize=1024)
 def _choices(problem: Problem, found: Table, arch: str, sm_count: int, kin: Table | None = None) -> tuple[Choice, ...]:
     distances = found.distances(problem, found.sm_count / sm_count)
@@ -342,7 +337,7 @@ def _choices(problem: Problem, found: Table, arch: str, sm_count: int, kin: Tabl
         if not rows:
             continue
         tuned_on = _tuned_on(stage, problem, lenders)
-        taken = _defaults(stage.id, problem.head_dim) if tuned_on is None else tuned_on.parameters
+        taken = stage.parameters(problem.head_dim) if tuned_on is None else tuned_on.parameters
         far, row = math.inf, rows[0][2]
         for place, _, other in rows:  # of rows that are equally near, the newest, which is the first
             apart = distances[place]
