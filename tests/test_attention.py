@@ -37,7 +37,9 @@ from flashlab.run.arguments import (
     MAX_SHARES,
     AttentionMaps,
     AttentionParams,
+    FeatureParams,
     TensorView,
+    VarlenParams,
     grid_for,
     params_for,
     tile_map,
@@ -962,27 +964,30 @@ def _constants(source: str, tmp_path: Path, names: int) -> tuple[int, ...]:
 
 
 def _fields(structure: type[ctypes.Structure]) -> dict[str, int]:
-    return {name: getattr(structure, name).offset for name, *_ in structure._fields_}
+    kinds = reversed(structure.__mro__)
+    return {name: getattr(structure, name).offset for kind in kinds for name, *_ in vars(kind).get("_fields_", ())}
 
 
 @pytest.mark.parametrize(
-    ("header", "name", "structure"),
+    ("header", "name", "structure", "macro"),
     [
-        ("attention.cuh", "AttentionParams", AttentionParams),
-        ("attention.cuh", "TensorView", TensorView),
-        ("hopper.cuh", "AttentionMaps", AttentionMaps),
-        ("fp8.cuh", "Fp8Params", Fp8Params),
-        ("paged.cuh", "PagedCache", PagedCache),
-        ("micro.cuh", "MicroParams", MicroParams),
+        ("attention.cuh", "AttentionParams", AttentionParams, ""),
+        ("attention.cuh", "AttentionParams", FeatureParams, "#define WINDOW 1\n"),
+        ("attention.cuh", "AttentionParams", VarlenParams, "#define VARLEN 1\n"),
+        ("attention.cuh", "TensorView", TensorView, ""),
+        ("hopper.cuh", "AttentionMaps", AttentionMaps, ""),
+        ("fp8.cuh", "Fp8Params", Fp8Params, ""),
+        ("paged.cuh", "PagedCache", PagedCache, ""),
+        ("micro.cuh", "MicroParams", MicroParams, ""),
     ],
 )
 def test_structures_agree_with_the_compiler(
-    header: str, name: str, structure: type[ctypes.Structure], tmp_path: Path
+    header: str, name: str, structure: type[ctypes.Structure], macro: str, tmp_path: Path
 ) -> None:
     fields = _fields(structure)
-    offsets = ", ".join(f"(int)offsetof({name}, {field.rstrip('_')})" for field in fields)
+    offsets = ", ".join(f"(int)offsetof({name}, {field})" for field in fields)
     source = (
-        f'#include <cuda/std/cstddef>\n#include "{header}"\n'
+        f'{macro}#include <cuda/std/cstddef>\n#include "{header}"\n'
         f'extern "C" __device__ const int constants[] = {{(int)sizeof({name}), {offsets}}};\n'
         'extern "C" __global__ void nothing() {}\n'
     )

@@ -120,7 +120,7 @@ def test_every_kernel_runs_on_a_cpu_without_a_finding(name: str) -> None:
         value=MicroParams(0, 0, count, 2),
         pointers={
             "out": emulator.Pointer(array=out, access="w", name="out"),
-            "in_": emulator.Pointer(array=numbers, access="r", name="in"),
+            "in": emulator.Pointer(array=numbers, access="r", name="in"),
         },
     )
     report = emulator.launch(

@@ -25,6 +25,7 @@ import numpy as np
 
 from flashlab.core.errors import LaunchError, MissingPackageError, UnsupportedError
 from flashlab.core.problem import BYTES_PER_ELEMENT, Problem
+from flashlab.kernels.text import fields
 from flashlab.run import emulator, gpu
 from flashlab.run.arguments import AttentionParams
 from flashlab.run.arrays import DeviceArray
@@ -63,14 +64,7 @@ _MANY_ALGORITHMS = 64
 class SoftmaxParams(ctypes.Structure):
     """kernels/dead_ends/cublaslt_unfused.cu, `SoftmaxParams`."""
 
-    _fields_ = (
-        ("scores", ctypes.c_void_p),
-        ("probs", ctypes.c_void_p),
-        ("LSE", ctypes.c_void_p),
-        ("pitch", ctypes.c_longlong),
-        ("q_len", ctypes.c_int),
-        ("kv_len", ctypes.c_int),
-    )
+    _fields_ = fields("dead_ends/cublaslt_unfused.cu", "SoftmaxParams")
 
 
 class _Algorithm(ctypes.Structure):

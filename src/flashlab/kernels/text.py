@@ -1,14 +1,17 @@
-"""What the text of a kernel says: its lines, its integer constants and its layout of shared memory.
+"""What the text of a kernel says: its lines, its integer constants, and its layout of shared memory and of arguments.
 
-Pages quote kernels and draw their tiles. Both are read from the source, so that neither can differ from what runs.
+Pages quote kernels and draw their tiles, and a launch fills in their structures. All of it is read from the source, so
+that none can differ from what runs.
 """
 
 from __future__ import annotations
 
+import ctypes
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from flashlab.core.arithmetic import calculated
 from flashlab.core.errors import ParameterError
@@ -124,6 +127,32 @@ def arrivals(stage: Stage, head_dim: int) -> dict[str, int]:
             if value is not None:
                 counts[name] = value
     return counts
+
+
+# --- Structures that a kernel takes -----------------------------------------------------------------------------------
+
+_FIELD = re.compile(r" *(?:const )?(\w+(?: \w+)*?)(\*?) (\w+);")
+_C_TYPES: Mapping[str, Any] = {"int": ctypes.c_int, "float": ctypes.c_float, "long long": ctypes.c_longlong}
+
+
+def fields(file: str, structure: str, *macros: str, **structures: type[ctypes.Structure]) -> list[tuple[str, Any]]:
+    """The fields of a structure as ctypes takes them.
+
+    Args:
+        file: where it is declared, below kernels/.
+        macros: of those that #if asks for some fields, the ones that are 1.
+        structures: those among the types of its fields, by name.
+    """
+    body = (KERNELS / file).read_text(encoding="utf-8").partition(f"\nstruct {structure} {{\n")[2].partition("\n};")[0]
+    found: list[tuple[str, Any]] = []
+    asked = True
+    for line in body.splitlines():
+        if line.startswith("#"):
+            asked = line == "#endif" or not set(macros).isdisjoint(line.split())
+        elif asked and (field := _FIELD.match(line)):
+            kind, pointer, name = field.groups()
+            found.append((name, ctypes.c_void_p if pointer else {**_C_TYPES, **structures}[kind]))
+    return found
 
 
 # --- Integer expressions of C++ ---------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from statistics import fmean
 from typing import Any
 
 from flashlab.core.paths import KERNELS
+from flashlab.kernels.text import fields
 from flashlab.record.schema import Conditions, Samples
 from flashlab.run import gpu
 
@@ -71,14 +72,9 @@ WARM_UP_SHARE = 0.2
 
 
 class MicroParams(ctypes.Structure):
-    """kernels/common/micro.cuh, `MicroParams`, field by field."""
+    """kernels/common/micro.cuh, `MicroParams`."""
 
-    _fields_ = (
-        ("out", ctypes.c_void_p),
-        ("in_", ctypes.c_void_p),
-        ("count", ctypes.c_longlong),
-        ("repeats", ctypes.c_longlong),
-    )
+    _fields_ = fields("common/micro.cuh", "MicroParams")
 
 
 class _Mark(ctypes.Structure):

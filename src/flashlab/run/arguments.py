@@ -6,10 +6,12 @@ import ctypes
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flashlab.build import triton_code
 from flashlab.core.problem import BYTES_PER_ELEMENT, DType, Problem
+from flashlab.kernels.text import fields
 from flashlab.run.arrays import DeviceArray
 from flashlab.run.plan import Plan
 from flashlab.run.tensor_map import DATA_TYPES, MAP_BYTES, SWIZZLE_64B, SWIZZLE_128B, TensorMap
@@ -36,56 +38,30 @@ MAX_SHARES = 4096
 
 
 class TensorView(ctypes.Structure):
-    """kernels/common/attention.cuh, `TensorView`."""
+    """kernels/common/attention.cuh, `TensorView`: where an array lies, with strides in elements."""
 
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("batch_stride", ctypes.c_longlong),
-        ("head_stride", ctypes.c_longlong),
-        ("row_stride", ctypes.c_longlong),
-    )
+    _fields_ = fields("common/attention.cuh", "TensorView")
+
+
+_params = partial(fields, "common/attention.cuh", "AttentionParams", TensorView=TensorView)
 
 
 class AttentionParams(ctypes.Structure):
-    """kernels/common/attention.cuh, `AttentionParams`, field by field."""
+    """kernels/common/attention.cuh, `AttentionParams`."""
 
-    _fields_ = (
-        ("Q", TensorView),
-        ("K", TensorView),
-        ("V", TensorView),
-        ("O", TensorView),
-        ("LSE", ctypes.c_void_p),
-        ("q_heads", ctypes.c_int),
-        ("kv_heads", ctypes.c_int),
-        ("q_len", ctypes.c_int),
-        ("kv_len", ctypes.c_int),
-        ("scale_log2", ctypes.c_float),
-        ("batch", ctypes.c_int),
-        ("work", ctypes.c_void_p),
-        ("fallbacks", ctypes.c_void_p),
-    )
+    _fields_ = _params()
 
 
 class FeatureParams(AttentionParams):
     """The same of a kernel that is compiled for some of `Problem.features`."""
 
-    # ctypes adds them to its base's.
-    _fields_ = (  # type: ignore[assignment]
-        ("window_left", ctypes.c_int),
-        ("window_right", ctypes.c_int),
-        ("cap_scale", ctypes.c_float),
-    )
+    _fields_ = _params("SOFTCAP")[len(_params()) :]  # ctypes adds them to its base's
 
 
 class VarlenParams(FeatureParams):
     """The same of a kernel for sequences of lengths of their own."""
 
-    _fields_ = (  # type: ignore[assignment]
-        ("cu_seqlens_q", ctypes.c_void_p),
-        ("cu_seqlens_k", ctypes.c_void_p),
-        ("total_q", ctypes.c_int),
-        ("total_k", ctypes.c_int),
-    )
+    _fields_ = _params("VARLEN")[len(_params("SOFTCAP")) :]
 
 
 class AttentionMaps(ctypes.Structure):

@@ -21,6 +21,7 @@ from flashlab.build.compiler import Variant
 from flashlab.core.errors import DeviceError, DTypeError, EmulationError, LayoutError, ShapeError
 from flashlab.core.problem import DType
 from flashlab.kernels import registry
+from flashlab.kernels.text import fields
 from flashlab.run import arrays, emulator, gpu, recipes
 from flashlab.run.arguments import (
     WARP_ROWS,
@@ -73,15 +74,9 @@ _TRANSPOSE_THREADS = 256
 
 
 class Fp8Params(ctypes.Structure):
-    """kernels/common/fp8.cuh, `Fp8Params`, field by field."""
+    """kernels/common/fp8.cuh, `Fp8Params`."""
 
-    _fields_ = (
-        ("V", TensorView),
-        ("V_blocks", ctypes.c_void_p),
-        ("Q_scale", ctypes.c_void_p),
-        ("K_scale", ctypes.c_void_p),
-        ("V_scale", ctypes.c_void_p),
-    )
+    _fields_ = fields("common/fp8.cuh", "Fp8Params", TensorView=TensorView)
 
 
 # --- the public calls -------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ from flashlab.core.errors import (
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
+from flashlab.kernels.text import fields
 from flashlab.run import arrays, choice, emulator, gpu, recipes
 from flashlab.run.arguments import AttentionParams, params_for
 from flashlab.run.arrays import DeviceArray, TorchCopies, on_device, on_host, torch_stream
@@ -64,15 +65,9 @@ _GARBAGE = 0x7FFF
 
 
 class PagedCache(ctypes.Structure):
-    """kernels/common/paged.cuh, `PagedCache`, field by field."""
+    """kernels/common/paged.cuh, `PagedCache`."""
 
-    _fields_ = (
-        ("page_table", ctypes.c_void_p),
-        ("lengths", ctypes.c_void_p),
-        ("table_stride", ctypes.c_longlong),
-        ("num_pages", ctypes.c_int),
-        ("faults", ctypes.c_void_p),
-    )
+    _fields_ = fields("common/paged.cuh", "PagedCache")
 
 
 # --- the public calls -------------------------------------------------------------------------------------------------
