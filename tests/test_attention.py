@@ -661,6 +661,9 @@ def test_counters_that_are_left_behind_are_an_error(sum_stage: str, tmp_path: Pa
         flashlab.emulate(q, q, q, stage=sum_stage, source=edited)
 
 
+ENCODED = TensorMap.encoded
+
+
 class _Launches:
     """A GPU of 4 SMs, two blocks each, as far as `prepare` asks it; launches are noted."""
 
@@ -828,13 +831,17 @@ def test_a_layout_is_planned_once_and_addresses_are_each_calls_own(
     monkeypatch: pytest.MonkeyPatch, planned: list[Any]
 ) -> None:
     there = _Launches(monkeypatch)
-    encoded: list[int] = []
+    encoded: dict[int, Any] = {}
 
-    def encode(_: TensorMap, address: int) -> bytes:
-        encoded.append(address)
-        return struct.pack("<Q", address).ljust(128, b"m")
+    def encode(function: str, *arguments: Any) -> Any:
+        _, _, address, *_ = arguments
+        assert (function, address in encoded) == ("cuTensorMapEncodeTiled", False)
+        encoded[address] = ctypes.create_string_buffer(struct.pack("<Q", address).ljust(128, b"m"), 128)
+        return SimpleNamespace(getPtr=lambda: ctypes.addressof(encoded[address]))
 
-    monkeypatch.setattr(TensorMap, "encoded", encode)
+    monkeypatch.setattr(gpu, "call", encode)
+    monkeypatch.setattr(TensorMap, "encoded", ENCODED)
+    ENCODED.cache_clear()
     for shift in (0, 1 << 12, 0):
         q, k, v = (replace(one, pointer=one.pointer + shift) for one in qkv(q_len=130, kv_len=130))
         out = array(2, 4, 130, 64, pointer=OUT + shift)

@@ -14,11 +14,10 @@ from __future__ import annotations
 import importlib
 import logging
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +43,6 @@ from flashlab.run.arguments import (
 from flashlab.run.arrays import DeviceArray
 from flashlab.run.plan import Plan, Sequences, by_head, check_lengths, outputs_of, plan, refuse_overlap, tunables
 from flashlab.run.recipes import Recipe
-from flashlab.run.tensor_map import TensorMap
 
 if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin, LaunchShape
@@ -124,18 +122,6 @@ class Prepared:
         return gpu.blocks_per_sm(self.recipe.code.function, self.launch_shape.threads, self.launch_shape.smem_bytes)
 
 
-def _encoder(maps: Mapping[str, TensorMap], arrays: Sequence[str], device: int) -> Callable[..., bytes]:
-    """From the addresses of `arrays`, and others, to the maps."""
-
-    @lru_cache(maxsize=4 * recipes.MAX_IMAGES)
-    def encoded(name: str, address: int) -> bytes:
-        with gpu.context(device):
-            return maps[name].encoded(address)
-
-    chosen = itemgetter(*(arrays.index(name) for name in "QKVO"))
-    return lambda *addresses: b"".join(map(encoded, "QKVO", chosen(addresses)))
-
-
 def _recipe(
     inputs: Mapping[str, DeviceArray], out: DeviceArray | None, how: Mapping[str, Any], code: Mapping[str, Any]
 ) -> Recipe:
@@ -185,7 +171,6 @@ def _make_recipe(
     # A new output is contiguous.
     views = _views(inputs, out or replace(q, strides=arrays.contiguous_strides(q.shape)))
     tensors = _by_head(views)
-    maps = tile_maps(planned, loaded.shape, tensors)
     params = params_for(problem, planned.scale, tensors)
     in_triton = stage.language == "triton"
     return Recipe(
@@ -193,7 +178,7 @@ def _make_recipe(
         views=views,
         code=loaded,
         structures=(params, AttentionMaps()) if stage.tensor_maps else (params,),
-        maps=_encoder(maps, tuple(views), planned.device) if maps else None,
+        maps=tile_maps(planned, loaded.shape, tensors),
         parameters=(lambda structures: triton_parameters(structures[0])) if in_triton else tuple,
         table=table,
     )

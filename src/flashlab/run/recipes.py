@@ -27,6 +27,7 @@ from flashlab.run.plan import ROW_ALIGNMENT_BYTES, Plan, lse_shape
 if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin, LaunchShape
     from flashlab.core.problem import Problem
+    from flashlab.run.tensor_map import TensorMap
 
 WORD_BYTES = ctypes.sizeof(ctypes.c_uint)
 _TRUSTED_S = 1.0
@@ -34,7 +35,7 @@ _TRUSTED_S = 1.0
 _MAX_RECIPES = 2048
 _MAX_CODES = 1024
 _MAX_STREAMS = 256
-MAX_IMAGES = 256
+_MAX_IMAGES = 256
 
 
 # --- machine code -----------------------------------------------------------------------------------------------------
@@ -117,8 +118,8 @@ class Recipe:
     """The kernel's arguments, whose addresses count for nothing."""
     counts: InitVar[str] = "fallbacks"
     """The field that holds the address of what a launch counts."""
-    maps: Callable[..., bytes] | None = None
-    """From all addresses to the tensor maps, the second structure; None: there are none."""
+    maps: Mapping[str, TensorMap] = field(default_factory=dict)
+    """Of Q, K, V and O, the second structure; empty: there are none."""
     parameters: Callable[[Sequence[Any]], Sequence[Any]] = tuple
     """From the structures, addresses filled in, to what the kernel takes."""
     table: tuple[str, int] | None = None
@@ -131,6 +132,8 @@ class Recipe:
     places: tuple[int, ...] = field(init=False)
     """Words of the structures, one after the other, that hold addresses: of the views, the LSE, the workspace, and what
     is counted."""
+    mapped: dict[str, int] = field(init=False)
+    """Where among the addresses those of the tensor maps are, in the order of the maps."""
     contiguous: bool = field(init=False)
     """Whether Q is, as the output will be."""
     lse_shape: tuple[int, ...] = field(init=False)
@@ -154,18 +157,20 @@ class Recipe:
                     places.setdefault(name, (start + getattr(type(structure), name).offset) // 8)
             start += ctypes.sizeof(structure)
         self.places = tuple(places[name] for name in (*views, "LSE", "work", counts))
+        self.mapped = {name: list(views).index(name) for name in "QKVO"}
         self.contiguous, self.lse_shape = q.strides == contiguous_strides(q.shape), lse_shape(q)
         self.words = workspace(self.shape, self.grid) if self.shape.persistent else (0, 0)
-        self.image = lru_cache(maxsize=MAX_IMAGES)(self._made_image)
+        self.image = lru_cache(maxsize=_MAX_IMAGES)(self._made_image)
 
     def _made_image(self, *addresses: int) -> bytes:
         memory = bytearray(b"".join(map(bytes, self.structures)))
         words = memoryview(memory).cast("Q")
         for place, address in zip(self.places, addresses, strict=False):
             words[place] = address
-        if self.maps is not None:
-            start = ctypes.sizeof(self.structures[0])
-            memory[start:] = self.maps(*addresses)
+        if self.maps:
+            with gpu.context(self.plan.device):
+                encoded = (self.maps[name].encoded(addresses[place]) for name, place in self.mapped.items())
+                memory[ctypes.sizeof(self.structures[0]) :] = b"".join(encoded)
         return bytes(memory)
 
     def stands(self, trusted_s: float = 0.0) -> bool:

@@ -9,7 +9,7 @@ import ctypes
 import importlib
 import struct
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from flashlab.core.problem import DType
@@ -61,6 +61,7 @@ class TensorMap:
             getattr(driver.CUtensorMapFloatOOBfill, f"CU_TENSOR_MAP_FLOAT_OOB_FILL_{fill}"),
         )
 
+    @lru_cache(maxsize=1024)  # noqa: B019 - allocators hand out the same addresses again
     def encoded(self, address: int) -> bytes:
         """For an array at that address of the GPU.
 
