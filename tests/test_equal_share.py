@@ -92,12 +92,12 @@ def test_a_streams_memory_grows_and_its_counters_alone_are_zeroed(monkeypatch: p
     made: list[tuple[int, int]] = []
     of_graphs: list[int] = []
 
-    def on_device(like: Any, count: int, stream: int, zeros: int | None = None) -> tuple[Any, int]:
-        made.append((count, zeros or 0))
+    def work_memory(like: Any, device: int, stream: int, words: tuple[int, int]) -> tuple[Any, int]:
+        made.append(words)
         return SimpleNamespace(), len(made)
 
     monkeypatch.setattr(recipes, "_works", Kept(8))
-    monkeypatch.setattr(recipes.arrays, "counters_on_device", on_device)
+    monkeypatch.setattr(recipes, "work_memory", work_memory)
     monkeypatch.setattr(gpu, "stream_id", lambda stream: stream if stream < _CAPTURED else None)
     monkeypatch.setattr(gpu, "graph_id", lambda stream: (3, stream))
     monkeypatch.setattr(gpu, "zeroed_of_graph", lambda device, size, stream: of_graphs.append(size) or -len(of_graphs))

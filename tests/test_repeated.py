@@ -86,8 +86,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
             library="torch",
         )
 
-    def counters(like: Any, count: int, stream: int, zeros: int | None = None) -> tuple[Any, int]:
-        there.counters.append(torch.zeros(count, dtype=torch.int32))
+    def counters(like: Any, device: int, stream: int, words: tuple[int, int]) -> tuple[Any, int]:
+        there.counters.append(torch.zeros(words[0], dtype=torch.int32))
         return there.counters[-1], there.counters[-1].data_ptr()
 
     made = module._make_recipe
@@ -114,7 +114,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(arrays, "on_device", on_device)
     monkeypatch.setattr(arrays, "_memory_of", lambda _: "gpu")
     monkeypatch.setattr(arrays, "current_stream", lambda *_: there.stream)
-    monkeypatch.setattr(arrays, "counters_on_device", counters)
+    monkeypatch.setattr(recipes, "work_memory", counters)
     monkeypatch.setattr(TensorMap, "encoded", lambda _, address: struct.pack("<Q", address).ljust(128, b"m"))
     return there
 

@@ -92,7 +92,7 @@ def interpret(
     }
     start = time.perf_counter()
     with mapped(memory.bytes) as (path, mapping), tempfile.TemporaryDirectory(prefix="flashlab-triton-") as folder:
-        memory.fill(mapping)
+        memory.copy(mapping, "r")
         command, environment = triton_code.worker(
             Path(folder), {**request, "memory": str(path)}, __name__, TRITON_INTERPRET="1"
         )
@@ -108,7 +108,7 @@ def interpret(
                 f"{kernel.name} in Triton's interpreter: {message}" + (f"\n{printed}" if status == "crash" else ""),
                 report=report,
             )
-        memory.take_back(mapping)
+        memory.copy(mapping, "w")
     return report
 
 

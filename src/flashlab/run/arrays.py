@@ -332,21 +332,6 @@ def _current(stream: int, like: Any) -> Iterator[None]:
             yield
 
 
-def counters_on_device(like: Any, count: int, stream: int, zeros: int | None = None) -> tuple[Any, int] | None:
-    """So many 32-bit words, the first `zeros` of them, or all, 0 to whatever runs on `stream` after this, and their
-    address; None where `like` is no torch tensor or CuPy array.
-
-    The caller's library allocates them on that stream: it hands the memory on when the stream has done with it, so that
-    giving them up waits for nothing.
-    """
-    if library_of(like) == "other":
-        return None
-    with _current(stream, like):
-        counters = Place(like, stream).empty((count,), "int32")
-        counters[:zeros] = 0
-    return counters, on_device(counters, "counters").pointer
-
-
 class TorchCopies:
     """What torch makes of arrays on a GPU, kept, and made anew in place where a torch tensor was written to since."""
 

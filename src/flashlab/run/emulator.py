@@ -129,17 +129,12 @@ class Memory:
             else:
                 yield pointer, array, np.ndarray(array.shape, array.dtype, memory, offset, array.strides)
 
-    def fill(self, memory: mmap.mmap) -> None:
-        """Copy in what is read, and all of what an array lies in."""
+    def copy(self, memory: mmap.mmap, access: Literal["r", "w"]) -> None:
+        """Copy in what is read, or out what may have been written; either way all of what an array lies in."""
         for pointer, ours, theirs in self._views(memory):
-            if "r" in pointer.access or pointer.surroundings is not None:
-                theirs[...] = ours
-
-    def take_back(self, memory: mmap.mmap) -> None:
-        """Copy out what may have been written."""
-        for pointer, ours, theirs in self._views(memory):
-            if "w" in pointer.access or pointer.surroundings is not None:
-                ours[...] = theirs
+            if access in pointer.access or pointer.surroundings is not None:
+                source, target = (ours, theirs) if access == "r" else (theirs, ours)
+                target[...] = source
 
 
 def _argument_bytes(value: Any, size: int, index: int) -> bytes:
@@ -416,7 +411,7 @@ def launch(
     memory = Memory()
     lines += _argument_lines(emulated, arguments, memory)
     with tempfile.TemporaryDirectory(prefix="flashlab-") as folder, mapped(memory.bytes) as (path, mapping):
-        memory.fill(mapping)
+        memory.copy(mapping, "r")
         result_path = Path(folder) / "result.json"
         request = [f"result {result_path}", f"memory {path} {memory.bytes}", *lines, *memory.regions, "run"]
         begun = time.monotonic()
@@ -435,7 +430,7 @@ def launch(
         report = _REPORT.validate_python({**result, "where": where and where["place"], "printed": printed})
         if report.status != "ok":
             raise _trouble(where, report, emulated.name, timeout_s)
-        memory.take_back(mapping)
+        memory.copy(mapping, "w")
         return report
 
 

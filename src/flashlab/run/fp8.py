@@ -298,9 +298,7 @@ def _run_on_gpu(call: _Call, here: Place, lse: DeviceArray | None, params: Mappi
     plan.stage.require(plan.problem, info.arch)
     job = compiler.Job.of(plan.stage, plan.problem, arch=info.arch, aligned=plan.aligned, overrides=params)
     code = recipes.loaded(job, device)
-    counters = arrays.counters_on_device(here.like, WORK_COUNTERS, stream)
-    assert counters is not None
-    own = call.params
+    counters, own = recipes.work_memory(here.like, device, stream, (WORK_COUNTERS, WORK_COUNTERS)), call.params
     own.LSE, own.work = None if lse is None else lse.pointer, counters[1]
     with here.enqueued():  # given up when this returns, and the kernels may not even have begun
         blocks = here.empty(call.blocks_shape, "int16")

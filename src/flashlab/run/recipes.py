@@ -314,13 +314,20 @@ def _overlap(spans: Sequence[tuple[int, ...]], addresses: Sequence[int]) -> bool
 
 def work_memory(like: Any, device: int, stream: int, words: tuple[int, int]) -> tuple[Any, int]:
     """The memory in which a persistent kernel counts, as `workspace` has it, to whatever runs on `stream`, and its
-    address."""
+    address.
+
+    Where it can, the caller's library allocates it on that stream: it hands the memory on when the stream has done with
+    it, so that giving it up waits for nothing.
+    """
     size, counters = words
-    made = arrays.counters_on_device(like, size, stream, counters)
-    if made is not None:
-        return made
-    zeroed = gpu.Zeroed(device, size * WORD_BYTES, stream, counters * WORD_BYTES)
-    return zeroed, zeroed.pointer
+    if arrays.library_of(like) == "other":
+        zeroed = gpu.Zeroed(device, size * WORD_BYTES, stream, counters * WORD_BYTES)
+        return zeroed, zeroed.pointer
+    place = arrays.Place(like, stream)
+    with place.enqueued():
+        memory = place.empty((size,), "int32")
+        memory[:counters] = 0
+    return memory, place.view(memory, "work").pointer
 
 
 def streams_work(like: Any, device: int, stream: int, words: tuple[int, int]) -> int:
