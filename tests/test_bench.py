@@ -894,6 +894,7 @@ def test_the_worker_checks_on_while_the_emulator_runs(monkeypatch: pytest.Monkey
         ],
     }
     worker = check.CheckWorker(job, sent.append)
+    monkeypatch.setattr(worker, "hold", lambda: None)
     worker.info = SimpleNamespace(arch="sm_90a")
     worker.cupy = np
     monkeypatch.setattr(worker, "inputs", make_inputs)

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from flashlab.build import sass
+from flashlab.build.compiler import Cubin, compile_file
 from flashlab.build.parallel import on_all_cores
 from flashlab.core.arithmetic import calculated
 from flashlab.core.errors import CompileError, NoDataError, ParameterError, UnsupportedError
@@ -34,9 +35,6 @@ from flashlab.measure.timer import MicroParams
 from flashlab.record import store
 from flashlab.record.schema import ChipReading
 from flashlab.run import gpu
-
-if TYPE_CHECKING:
-    from flashlab.build.compiler import Cubin
 
 CHIP = KERNELS / "chip"
 ARCH = "sm_90a"
@@ -169,8 +167,6 @@ def compile_case(case: Case) -> Cubin:
     Raises:
         As `compiler.compile_file`: CompileError where it does not fit into the registers.
     """
-    from flashlab.build.compiler import compile_file
-
     return compile_file(case.source, entry=case.entry, arch=ARCH, defines=case.macros)
 
 

@@ -27,8 +27,9 @@ from typing import Annotated
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
+from flashlab.build.sources import shown
 from flashlab.core.errors import ParameterError
-from flashlab.core.paths import BUILD, KERNELS, ROOT, writable_dir
+from flashlab.core.paths import BUILD, KERNELS, writable_dir
 from flashlab.core.problem import MASKS, Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import reason
@@ -79,7 +80,7 @@ class Lever:
         """
         source = registry.get(self.stage).source
         before, after = source.read_text(encoding="utf-8").splitlines(), self.text().splitlines()
-        return "\n".join(difflib.unified_diff(before, after, f"a/{_shown(source)}", f"b/{_shown(source)}", lineterm=""))
+        return "\n".join(difflib.unified_diff(before, after, f"a/{shown(source)}", f"b/{shown(source)}", lineterm=""))
 
     def text(self) -> str:
         """The stage's source with the change.
@@ -145,18 +146,14 @@ def parse(name: str, text: str) -> Lever:
         raise ParameterError(f"lever {name}: wanted a header in TOML above its diff, got: {error}") from None
     except ValidationError as error:
         raise ParameterError("\n".join(f"lever {name}: {reason(one)}" for one in error.errors())) from None
-    shown = _shown(registry.get(lever.stage).source)
-    wanted = [f"--- a/{shown}", f"+++ b/{shown}"]
+    path = shown(registry.get(lever.stage).source)
+    wanted = [f"--- a/{path}", f"+++ b/{path}"]
     if lever.diff.splitlines()[:2] != wanted:
         raise ParameterError(
-            f"lever {name}: wanted a diff of {shown} alone, which begins with {' and '.join(wanted)}, got "
+            f"lever {name}: wanted a diff of {path} alone, which begins with {' and '.join(wanted)}, got "
             f"{lever.diff.splitlines()[:2]}"
         )
     return lever
-
-
-def _shown(path: Path) -> str:
-    return path.relative_to(ROOT).as_posix()
 
 
 # --- The diff ---------------------------------------------------------------------------------------------------------
@@ -190,7 +187,7 @@ def apply(diff: str, source: Path, *, name: str) -> str:
     for line, old, new in _hunks(diff, name):
         places = [i for i in range(len(text) - len(old) + 1) if text[i : i + len(old)] == old]
         if len(places) != 1:
-            stage = _shown(source) if source.is_relative_to(ROOT) else str(source)
+            stage = shown(source)
             absent = "".join(f"; it has no line {one!r}" for one in old if one not in text)
             raise ParameterError(
                 f"lever {name}, hunk at line {line}: wanted its {len(old)} lines once in {stage}, below those of the "

@@ -170,6 +170,7 @@ class CheckWorker(GpuWorker):
 
     def work(self) -> None:
         """Do the job."""
+        self.hold()
         try:
             for cell, problem, names, layout in self.cells():
                 assert problem is not None
@@ -304,12 +305,5 @@ def _for_kernel(array: Any, problem: Problem) -> Any:
     return torch.from_dlpack(array.view("int16")).view(torch.bfloat16)
 
 
-def work(job: Message, send: Send) -> None:
-    """Do a job of `check_stages`."""
-    worker = CheckWorker(job, send)
-    worker.hold()
-    worker.work()
-
-
 if __name__ == "__main__":
-    sys.exit(harness.serve(work))
+    sys.exit(harness.serve(lambda job, send: CheckWorker(job, send).work()))

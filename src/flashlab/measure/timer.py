@@ -41,6 +41,7 @@ from functools import cache
 from statistics import fmean
 from typing import Any
 
+from flashlab.build.compiler import compile_file
 from flashlab.core.paths import KERNELS
 from flashlab.kernels.text import fields
 from flashlab.record.schema import Conditions, Samples
@@ -364,8 +365,6 @@ def throttle_reasons(mask: int) -> tuple[str, ...]:
 @cache
 def micro(name: str, device: int, defines: tuple[tuple[str, int | str], ...] = ()) -> gpu.Function:
     """A micro-benchmark of kernels/micro, compiled and loaded on a device."""
-    from flashlab.build.compiler import compile_file
-
     cubin = compile_file(MICRO / f"{name}.cu", entry=f"micro_{name}", arch=gpu.info(device).arch, defines=dict(defines))
     return gpu.load(cubin, device)
 
