@@ -44,7 +44,7 @@ def run(name: str, shape: str, harm: str, out: str, data: str, pause_s: float = 
             cause.write_text(str(times - 1)) if times > 1 else cause.unlink()
             come_to(harm, plan)
         worker = [sys.executable, str(Path(__file__).with_name("fake_worker.py")), json.dumps(gpu), json.dumps(plan)]
-        named = bench.implementations_of([] if one == "sdpa" else [one], ["sdpa"] if one == "sdpa" else [])
+        named = bench.implementations_of([], [] if one == "sdpa" else [one], ["sdpa"] if one == "sdpa" else [])
         options = Options(data=Path(data), worker=worker)
         bench.measure(Measurement, named, [(problem, [one])], plan=BURSTS, options=options)
         time.sleep(pause_s)

@@ -990,7 +990,7 @@ def test_a_workers_rows_are_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """From inputs to records with all but the GPU: what is right is timed, and what is wrong is not."""
     torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
     problem, sent = PROBLEMS[0], list[Any]()
-    named = bench.implementations_of(["00_naive", "00_naive[THREADS=64]"], ["sdpa_math", "fa3"])
+    named = bench.implementations_of([], ["00_naive", "00_naive[THREADS=64]"], ["sdpa_math", "fa3"])
     named["00_naive+lse"] = replace(named["00_naive"], lse_of="00_naive", record={"name": "00_naive", "kind": "stage"})
     job = _job(Plan(samples=5, min_samples=3, cold_samples=3, sustained_seconds=0.0))
     job["implementations"] = json.loads(json.dumps({name: asdict(one) for name, one in named.items()}))
@@ -1078,7 +1078,7 @@ def test_ablations_with_the_same_machine_code_are_left_out(tmp_path: Path, monke
 
 def test_what_is_on_record_for_the_same_code_is_left_out(tmp_path: Path) -> None:
     problem, other = PROBLEMS
-    named = bench.implementations_of(["00_naive", "01_coalesced", "02_half2", "09_wgmma"], ["sdpa", "fa3"])
+    named = bench.implementations_of([], ["00_naive", "01_coalesced", "02_half2", "09_wgmma"], ["sdpa", "fa3"])
     cells = [(one, list(named)) for one in PROBLEMS]
     code = bench.compile_for(named, cells, arch="sm_80", slug=None)
     assert (problem, "09_wgmma") not in code, "it needs Hopper"

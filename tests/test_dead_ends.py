@@ -94,7 +94,7 @@ def test_a_name_may_carry_values_of_tunables() -> None:
 
 
 def test_a_run_takes_names_with_tunables_and_measures_each_once() -> None:
-    named = bench.implementations_of(["tile48[TILE_Q=32]", "tile48", "tile48[TILE_Q=32]"], [])
+    named = bench.implementations_of([], ["tile48[TILE_Q=32]", "tile48", "tile48[TILE_Q=32]"], [])
     assert {name: (one.kind, one.id, one.params) for name, one in named.items()} == {
         "tile48[TILE_Q=32]": ("stage", "tile48", {"TILE_Q": 32}),
         "tile48": ("stage", "tile48", {}),

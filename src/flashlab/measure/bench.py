@@ -111,22 +111,28 @@ def _record(
 
 
 def implementations_of(
-    stage_ids: Sequence[str] | None, peer_names: Sequence[str] | None, sources: Mapping[str, Path] | None = None
+    problems: Sequence[Problem],
+    stages: Sequence[str] | None,
+    peers: Sequence[str] | None,
+    sources: Mapping[str, Path] | None = None,
+    plan: Plan = PLAN,
 ) -> dict[str, Implementation]:
     """Stages and libraries by the name of their records: stages as `registry.implementations` takes them.
 
     Args:
-        peer_names: all where None.
+        peers: those for the problems where None.
 
     Raises:
-        UnknownStageError, ParameterError: there is none of a name, or no file.
+        UnknownStageError, ParameterError: there is none of a name, or no file; or the plan names anything else.
     """
     named = {
         name: replace(one, record={"name": name, "kind": "stage", "lse": False})
-        for name, one in registry.implementations(stage_ids, sources).items()
+        for name, one in registry.implementations(stages, sources).items()
     }
-    for name in libraries.PEERS if peer_names is None else peer_names:
+    for name in libraries.default_names(problems) if peers is None else peers:
         named[name] = Implementation(kind="peer", id=libraries.get(name).name, record={"name": name, "kind": "peer"})
+    if unknown := [name for name in plan.sustained_names or () if name not in named]:
+        raise ParameterError(f"sustained: wanted names among {', '.join(named)}, got {', '.join(unknown)}")
     return named
 
 
@@ -155,7 +161,7 @@ def run(
     Raises:
         As `measure`; UnknownStageError, ParameterError: names that make no sense; before any GPU work.
     """
-    named = _named(problems, stages, peers, sources, plan)
+    named = implementations_of(problems, stages, peers, sources, plan)
     wanted = limits.require(limits.CEILINGS if ceilings is True else ceilings or ())
     if not problems and not wanted:
         raise ParameterError("wanted at least one problem or ceiling to measure, got none")
@@ -187,20 +193,6 @@ def run(
         ceilings=wanted,
         before=lambda: compile_ahead(named, cells, options.device),
     )
-
-
-def _named(
-    problems: Sequence[Problem],
-    stages: Sequence[str] | None,
-    peers: Sequence[str] | None,
-    sources: Mapping[str, Path] | None,
-    plan: Plan,
-) -> dict[str, Implementation]:
-    """What a run measures, the libraries being those for its problems; refused where the plan names anything else."""
-    named = implementations_of(stages, libraries.default_names(problems) if peers is None else peers, sources)
-    if unknown := [name for name in plan.sustained_names or () if name not in named]:
-        raise ParameterError(f"sustained: wanted names among {', '.join(named)}, got {', '.join(unknown)}")
-    return named
 
 
 def compile_ahead(
@@ -419,7 +411,7 @@ def estimate(
     Args:
         known: rows on record, the newest last.
     """
-    named = _named(problems, stages, peers, sources, plan)
+    named = implementations_of(problems, stages, peers, sources, plan)
     built: set[tuple[str, Problem]] = set()
     estimates = []
     for problem in problems:

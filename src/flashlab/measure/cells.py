@@ -40,9 +40,6 @@ from flashlab.record.schema import Base, Status
 from flashlab.run import gpu
 from flashlab.verify.oracle import make_torch_inputs
 
-NO_RESULT = "the worker gave no result"
-
-
 # --- The parent's side ------------------------------------------------------------------------------------------------
 
 
@@ -120,7 +117,7 @@ def supervise(
             with Worker(options.worker, job) as worker:
                 worker.run(act, startup_s=options.startup_s, step_s=options.timeout_s)
             for index in list(left):
-                give_up(index, "error", NO_RESULT)
+                give_up(index, "error", "the worker gave no result")
         except WorkerDiedError as death:  # what was in hand is charged, so that the next worker leaves it out
             if death.step is None:
                 raise LaunchError(f"wanted a worker process that starts, got: {death}") from death
