@@ -10,7 +10,6 @@ Colours are Okabe and Ito's, which stay apart for every common colour blindness;
 from __future__ import annotations
 
 import html
-import json
 import math
 import re
 from base64 import b64encode
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 from io import BytesIO, StringIO
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict
 
 from flashlab.core.errors import NoDataError
 from flashlab.core.problem import STANDARD_SHAPES, Problem, Regime, suite
@@ -67,9 +68,10 @@ PAPER = "#fefdfe"
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'Noto Sans', Arial, sans-serif"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chart:
+class Chart(BaseModel):
     """A figure, ready to show."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     """File name stem, unique within a report."""
@@ -94,20 +96,17 @@ class Chart:
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, object]:
         """For a notebook: a figure with its caption, and all there is of it for the site."""
-        whole = vars(self) | {"data_files": list(self.data_files), "svg": dict(self.svg)}
         picture = b64encode(self.svg["wide"].encode()).decode()
         figure = (
             f'<figure style="margin: 0"><img alt="{html.escape(self.alt)}" style="max-width: 100%" '
             f'src="data:image/svg+xml;base64,{picture}" /><figcaption>{html.escape(self.caption)}<br />'
             f"<small>{html.escape(self.provenance)}</small></figcaption></figure>"
         )
-        return {"text/html": figure, "text/plain": f"{self.caption} {self.provenance}".strip(), MIME: whole}
-
-    @classmethod
-    def from_mime(cls, payload: str | Mapping[str, Any]) -> Chart:
-        """The chart in a notebook's output."""
-        whole = dict(json.loads(payload) if isinstance(payload, str) else payload)
-        return cls(**whole | {"data_files": tuple(whole["data_files"])})
+        return {
+            "text/html": figure,
+            "text/plain": f"{self.caption} {self.provenance}".strip(),
+            MIME: self.model_dump(mode="json"),
+        }
 
 
 # --- How figures are drawn --------------------------------------------------------------------------------------------

@@ -310,7 +310,7 @@ def _notebook_page(
         ]
         for output in cell["outputs"]:
             if MIME in output.get("data", {}):
-                output["data"] = {"text/markdown": out.chart(Chart.from_mime(output["data"][MIME]), page)}
+                output["data"] = {"text/markdown": out.chart(Chart.model_validate(output["data"][MIME]), page)}
     text, _ = MarkdownExporter().from_notebook_node(notebook)  # type: ignore[no-untyped-call]
     title, _, rest = _linked(text, page).strip().partition("\n")
     _notebook_copy(source, out.root / "notebooks" / source.name)
