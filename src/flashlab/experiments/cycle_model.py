@@ -586,13 +586,9 @@ def compare(gpu: str | None, data: Path = DATA) -> list[Prediction]:
     """
     slug = gpu or ""
     readings = chip.newest(slug, data)
-    try:
-        shown = select.load(slug, data)
-        ceilings, rows = shown.ceilings, [*store.measurements(slug, data)]
-        rows += [row for of_problem in shown.problems.values() for row in of_problem]
-    except NoDataError:
-        ceilings, rows = {}, []
-    rates = rates_of(readings, ceilings)
+    shown = select.load(slug, data)
+    rows = [*store.measurements(slug, data), *(row for of_problem in shown.problems.values() for row in of_problem)]
+    rates = rates_of(readings, shown.ceilings)
     compared: list[Prediction] = []
     for problem in PROBLEMS:
         measured = {row.name: row for row in rows if row.status == "ok" and row.problem == problem}

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import NORMAL
 from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Mask, Problem
@@ -328,10 +327,6 @@ def cache_table(gpu_slug: str | None, data: Path = DATA) -> str:
 
 def clock_table(gpu_slug: str | None, data: Path = DATA) -> str:
     """The SM clock in bursts and under sustained load, power, and what held it back, from the measured rows."""
-    try:
-        shown = select.load(gpu_slug or "", data)
-    except NoDataError:
-        return _NO_CLOCKS
     columns = [
         Column("", lambda row: tables.title(row[0])),
         Column("MHz after a burst", lambda row: median(row[1].sm_clock_mhz) if row[1].sm_clock_mhz else None, mhz),
@@ -346,7 +341,7 @@ def clock_table(gpu_slug: str | None, data: Path = DATA) -> str:
         ),
     ]
     text = []
-    for problem, measured in shown.problems.items():
+    for problem, measured in select.load(gpu_slug or "", data).problems.items():
         states = [(row, row.samples_of("burst", "hot"), row.samples_of("sustained", "hot")) for row in measured]
         rows = [(r, b, s) for r, b, s in states if b and s and b.call_clock_mhz and s.call_clock_mhz]
         if rows:

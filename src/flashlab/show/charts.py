@@ -977,7 +977,7 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
     kinds = sorted({(head_dim, mask) for _, head_dim, mask in lines}, key=lambda kind: (kind[0], kind[1] == "causal"))
     colours = dict(zip(kinds, _CATEGORIES, strict=False))
     rank = {name: index for index, name in enumerate(peers.PEERS)}
-    libraries = sorted({contest.peer for contest in contests}, key=lambda name: (rank.get(name, len(rank)), name))
+    libraries = sorted({contest.peer.name for contest in contests}, key=lambda name: (rank.get(name, len(rank)), name))
     shapes = {library: _RIVAL_MARKS[rank.get(library, len(rank)) % len(_RIVAL_MARKS)] for library in libraries}
     low, high = (pick(contest.ratio for contest in contests) for pick in (min, max))
 
@@ -991,7 +991,7 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
                 at = {counts.index(count): contest for count, contest in lines.get((dtype, *kind), {}).items()}
                 axes.plot(list(at), [contest.ratio for contest in at.values()], color=colours[kind], linewidth=1.6)
                 for place, contest in at.items():
-                    axes.plot([place], [contest.ratio], shapes[contest.peer], color=colours[kind], markersize=6)
+                    axes.plot([place], [contest.ratio], shapes[contest.peer.name], color=colours[kind], markersize=6)
             axes.axhline(1, color=MUTED, linewidth=1)
             _columns(axes, counts, "sequence length", "times as fast" if axes is grid.flat[0] else "")
             axes.set(ylim=(min(0.97, low - 0.02), max(1.03, high + 0.02)), title=dtype)
@@ -1004,11 +1004,12 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
     entries = len(kinds) + len(libraries)
     said = "; ".join(
         f"D{head_dim} {mask} {dtype}: "
-        + ", ".join(f"S{count} {number(one.ratio)} over {short_title(one.peer)}" for count, one in at.items())
+        + ", ".join(f"S{count} {number(one.ratio)} over {short_title(one.peer.name)}" for count, one in at.items())
         for (dtype, head_dim, mask), at in lines.items()
     )
     commits = sorted(set(map(select.commit_label, runs)))
-    clocks = sorted(clock for one in contests for clock in (one.stage_clock_mhz, one.peer_clock_mhz) if clock)
+    rows = [row for contest in contests for row in (contest.stage, contest.peer)]
+    clocks = sorted(clock for row in rows if (clock := select.call_clock(row, regime)))
     inputs = select.on_inputs(_OF_LENGTHS)
     facts = (
         shown.name,

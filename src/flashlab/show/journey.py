@@ -68,7 +68,7 @@ def _cells(shown: Results, stage: Stage) -> list[tuple[str, Measurement, float |
     cells = []
     for head_dim, mask in product((64, 128), MASKS):
         problem = replace(shown.first, head_dim=head_dim, mask=mask)
-        rows = shown.problems.get(problem, ())
+        rows = shown.rows(problem)
         row = next((one for one in rows if one.name == stage.id and one.status == "ok"), None)
         if row is None:
             continue
@@ -76,9 +76,7 @@ def _cells(shown: Results, stage: Stage) -> list[tuple[str, Measurement, float |
         if parent is None and stage.parent:
             pair = predictions.of_one_run(stage.id, problem, stage.parent, problem, shown.records)
             mine, parent = pair[0] or row, pair[1]
-        rate, before = select.rate(mine), select.rate(parent)
-        gain = rate / before if rate and before else None
-        cells.append((f"D{head_dim}{' causal' if mask == 'causal' else ''}", row, gain))
+        cells.append((f"D{head_dim}{' causal' if mask == 'causal' else ''}", row, select.speedup(mine, parent)))
     return cells
 
 
@@ -121,7 +119,7 @@ def on_trained(shown: Results, data: Path) -> charts.Chart:
     kept = [row for row in shown.rows() if row.name in twins and select.rate(row)]
     if not kept:
         raise NoDataError(f"wanted rows on trained inputs at {shown.first.label}, found none")
-    worst = min(kept, key=lambda row: (select.rate(twins[row.name]) or 0.0) / (select.rate(row) or 1.0))
+    worst = min(kept, key=lambda row: select.speedup(twins[row.name], row) or 0.0)
     return charts.side_by_side(
         {"normal numbers": kept, "trained activations": [twins[row.name] for row in kept]},
         {"normal numbers": ("o", charts.STAGE), "trained activations": ("D", charts.PEER)},

@@ -157,7 +157,7 @@ class Lab:
                 check.check_stages(self.stages, inputs=kinds, options=options)
         lengths, drawn = (select.newest_checks(self.gpu or "", self.data, kind, kinds) for kind in ("checks", "random"))
         if not lengths and not drawn:
-            return NOTHING_YET if self.results is None else f"*{NO_CHECKS}*"
+            return f"*{NO_CHECKS}*" if self.results else NOTHING_YET
         return tables.checks(lengths, drawn, self.stages)
 
     def check_here(self) -> trial.CpuCheck:
@@ -260,46 +260,35 @@ class Lab:
         )
 
     @cached_property
-    def results(self) -> Results | None:
-        """What is recorded of the GPU on the first kind of inputs; None where nothing is."""
-        if self.gpu is None:
-            return None
-        try:
-            return select.load(self.gpu, self.data, self.inputs[:1])
-        except NoDataError:
-            return None
+    def results(self) -> Results:
+        """What is recorded of the GPU on the first kind of inputs; false where nothing is."""
+        return select.load(self.gpu or "", self.data, self.inputs[:1])
 
     def rows(self, problem: Problem | None = None) -> tuple[Measurement, ...]:
         """Recorded rows of `problem` (the sources' shape, where None), chosen stages and every peer; may be empty."""
-        try:
-            return self.results.rows(self._on(problem), stage_ids=self.stages) if self.results else ()
-        except NoDataError:
-            return ()
+        return self.results.rows(self._on(problem), stage_ids=self.stages)
 
     def beside(self, problem: Problem | None = None) -> tuple[Measurement, ...]:
         """Libraries that lack the element type of `problem`, in another; see `Results.beside`. May be empty."""
-        return self.results.beside(self._on(problem)) if self.results else ()
+        return self.results.beside(self._on(problem))
 
     def libraries(self, problem: Problem | None = None) -> frozenset[str]:
         """The libraries that a percentage at `problem` is of the fastest of; see `Results.libraries`. May be empty."""
-        of = self._on(problem) or (self.results.first if self.results else None)
-        return self.results.libraries(of.dtype) if self.results and of else frozenset()
+        of = self._on(problem) or self.results.first
+        return self.results.libraries(of.dtype) if of else frozenset()
 
     def _on(self, problem: Problem | None) -> Problem | None:
         return problem and replace(problem, inputs=self.inputs[0])
 
     def against_peers(self) -> tuple[AgainstPeers, ...]:
         """The best stage against the best library at every problem (`contests.against_peers`); may be empty."""
-        try:
-            return contests.against_peers(self.gpu, self.data, self.inputs) if self.gpu else ()
-        except NoDataError:
-            return ()
+        return contests.against_peers(self.gpu or "", self.data, self.inputs)
 
     @cached_property
     def profiles(self) -> tuple[StageProfile, ...]:
         """Nsight Compute's newest profile of each chosen stage at the sources' shape; may be empty."""
         first = Problem.parse(FIRST_SHAPE)
-        profiles = select.profiles(self.gpu, self.data) if self.gpu else ()
+        profiles = select.profiles(self.gpu or "", self.data)
         return tuple(one for one in profiles if one.stage in self.stages and one.problem == first)
 
     def show(self, draw: Draw, what: Any, **options: Any) -> None:

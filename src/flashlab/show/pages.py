@@ -351,7 +351,7 @@ def _notebook_copy(source: Path, target: Path) -> None:
 
 def _front_page(out: Output, shown: Results | None, data: Path) -> None:
     _about(out)
-    rows = shown.rows() if shown and shown.first else ()
+    rows = shown.rows() if shown else ()
     stage, peer = select.fastest_stage(rows), select.fastest_peer(rows)
     share = contests.percent_of_peak(stage) if stage else None
     _card(out, stage, rows, share)
@@ -370,7 +370,7 @@ def _front_page(out: Output, shown: Results | None, data: Path) -> None:
         chart = f'!!! note ""\n    {error}\n'
     out.snippet("front-chart.md", chart)
     contest = bursts.get(shown.first)
-    if contest and (stage is None or contest.stage != stage.name):
+    if contest and (stage is None or contest.stage.name != stage.name):
         contest = None
     cards = [*_front_cards(shown, stage, peer, bursts, contest), *_extremes(bursts)]
     items = "".join(f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>" for value, label in cards)
@@ -404,7 +404,7 @@ def _extremes(bursts: Mapping[Problem, contests.Contest]) -> list[tuple[str, str
         f"best of {len(usual)} on normal and trained inputs": max(usual, key=ratio),
     }
     return [
-        (times(ratio(problem)), f"{which}: {problem.label}, over {tables.peer_title(bursts[problem].peer)}")
+        (times(ratio(problem)), f"{which}: {problem.label}, over {tables.peer_title(bursts[problem].peer.name)}")
         for which, problem in ends.items()
     ]
 
@@ -415,8 +415,8 @@ def _losses(bursts: Mapping[Problem, contests.Contest]) -> str:
     columns = (
         Column("problem", "0.label"),
         Column("times the library's rate", "1.ratio", times),
-        Column("stage", "1.stage", stage_link),
-        Column("library", "1.peer", tables.peer_title, left=True),
+        Column("stage", "1.stage.name", stage_link),
+        Column("library", "1.peer.name", tables.peer_title, left=True),
     )
     return table(columns, lost) if lost else "*On no problem on record is a library faster.*"
 
@@ -448,10 +448,10 @@ def _front_cards(
     cards = [(f"{number(rate)} TFLOP/s", f"the default version, {stage.name}")]
     foot = next(row for row in rows if row.kind == "stage" and select.rate(row))
     if foot is not stage:
-        cards.append((times(rate / (select.rate(foot) or rate)), f"over {foot.name}"))
+        cards.append((times(select.speedup(stage, foot) or 1.0), f"over {foot.name}"))
     if peer is None:
         return cards
-    library = tables.peer_title(contest.peer if contest else peer.name)
+    library = tables.peer_title((contest.peer if contest else peer).name)
     said = f"of the fastest library in {peer.problem.dtype}, {library} ({_timed_there(rows)})"
     faster = select.fastest_peer([peer, *shown.beside()])
     if faster is not None and faster is not peer:
@@ -459,11 +459,11 @@ def _front_cards(
         other = dataclasses.replace(stage.problem, dtype=faster.problem.dtype)
         if there := bursts.get(other):
             named = _timed_there(shown.problems.get(other, ()))
-            where = f"of the fastest library in {other.dtype}, {tables.peer_title(there.peer)} ({named})"
+            where = f"of the fastest library in {other.dtype}, {tables.peer_title(there.peer.name)} ({named})"
             cards.append((percent(100 * there.ratio), where))
         said += f"; {tables.peer_title(faster.name)}: {tables.lacks(faster.name, peer.problem.dtype)}"
-    ratio = contest.ratio if contest else rate / (select.rate(peer) or rate)
-    return [*cards, (percent(100 * ratio), said)]
+    ratio = contest.ratio if contest else select.speedup(stage, peer)
+    return [*cards, (percent(100 * (ratio or 1.0)), said)]
 
 
 def _timed_there(rows: Iterable[Measurement]) -> str:
@@ -571,7 +571,7 @@ EVERY_PROBLEM = (
 
 def _measured(out: Output, stage: Stage, shown: Results | None, data: Path) -> dict[str, Any]:
     """What a stage's page has of its measurements; without a `line` where it has no time at the first problem."""
-    rows = shown.rows() if shown and shown.first else ()
+    rows = shown.rows() if shown else ()
     row = next((one for one in rows if one.name == stage.id), None)
     if shown is None or shown.first is None or row is None or row.status != "ok":
         return {"row": row, "line": None}
@@ -838,7 +838,7 @@ def _lists(out: Output, everything: Sequence[Results]) -> None:
         return sum((row.status == "ok") == ok for rows in shown.problems.values() for row in rows)
 
     def fastest(shown: Results) -> str | None:
-        best = select.fastest_stage(shown.rows()) if shown.first else None
+        best = select.fastest_stage(shown.rows())
         return f"{number(select.rate(best))} ({code(best.name)})" if best else None
 
     gpus = (
