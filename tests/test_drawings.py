@@ -198,7 +198,7 @@ def test_a_timeline_is_to_scale(stage_id: str) -> None:
 
 
 def test_without_readings_a_timeline_says_so(tmp_path: Path) -> None:
-    timelines.page(pages.Output(root=tmp_path / "site"), None, tmp_path)
+    timelines.page(pages.Output(root=tmp_path / "site"), select.load("", tmp_path), tmp_path)
     for stage_id in timelines.NOTES:
         for folder in ("stages", "journey"):
             said = tmp_path / "site" / "snippets" / "timelines" / folder / f"{stage_id}.md"

@@ -465,12 +465,12 @@ def _agreed(title: str, found: Sequence[Effect]) -> list[str | int]:
 # --- The pages --------------------------------------------------------------------------------------------------------
 
 
-def method_page(out: Output, shown: select.Results | None, data: Path) -> None:
+def method_page(out: Output, shown: select.Results, data: Path) -> None:
     """Whether effects measured again agree."""
     out.snippet("agreement.md", agreement(shown.gpu, data) if shown else NOTHING_YET)
 
 
-def levers_page(out: Output, shown: select.Results | None, data: Path) -> None:
+def levers_page(out: Output, shown: select.Results, data: Path) -> None:
     """Every lever: its question, its diff, what was expected and the result on each GPU that it was measured on."""
     page = "levers.md"
     of_gpus = [lever_effects(store.records(gpu, schema.Ablation, data)) for gpu in store.gpus(data, "ablations")]

@@ -755,7 +755,7 @@ def table(
     return tables.table(columns, verdicts)
 
 
-def page(out: Output, results: Results | None, data: Path) -> None:
+def page(out: Output, results: Results, data: Path) -> None:
     """The claims with their verdicts, each with links to its records and to the pages of its stages."""
     rules = [(f"`{name}`", rule.words) for name, rule in RULES.items()]
     out.snippet("ledger-rules.md", tables.markdown(("rule", "what it says"), rules, left=2))
@@ -772,7 +772,7 @@ def page(out: Output, results: Results | None, data: Path) -> None:
     out.snippet("ledger-sources.md", sources.tables_of(sources.read()))
     out.text("data/sources.csv", sources.SOURCES.read_text(encoding="utf-8"))
     out.text("data/rules_log.json", rules_log.LOG.read_text(encoding="utf-8"))
-    if results is None:
+    if not results:
         out.snippet("ledger.md", NOTHING_YET)
         out.snippet("ledger-changed.md", NOTHING_YET)
         return

@@ -155,9 +155,9 @@ def draw(stage_id: str, readings: Mapping[str, ChipReading], data: Path) -> Char
     )
 
 
-def page(out: Output, shown: Results | None, data: Path) -> None:
+def page(out: Output, shown: Results, data: Path) -> None:
     """Every timeline, for its stage's page and the journey: of the GPU that is shown, where its units were read."""
-    slugs = sorted(store.gpus(data, "chip"), key=lambda slug: shown is None or slug != shown.gpu)
+    slugs = sorted(store.gpus(data, "chip"), key=lambda slug: slug != shown.gpu)
     for stage_id in NOTES:
         chart = None
         with suppress(NoDataError):

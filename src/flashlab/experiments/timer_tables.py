@@ -412,7 +412,7 @@ def spread_chart(gpu_slug: str | None, data: Path = DATA, *, mask: Mask = "full"
     )
 
 
-def samples_page(out: Output, shown: Results | None, data: Path) -> None:
+def samples_page(out: Output, shown: Results, data: Path) -> None:
     """How many raw samples are on record, a line a GPU."""
     lines = [f"- {samples_line(slug, data)}" for slug in store.gpus(data)]
     out.snippet("samples.md", "\n".join(lines) if shown else NOTHING_YET)

@@ -86,14 +86,14 @@ def _over_parent(gain: float) -> str:
     return f"**{said}**" if gain < 1 and said != times(1.0) else said
 
 
-def _rung(shown: Results | None, stage: Stage) -> dict[str, Any]:
+def _rung(shown: Results, stage: Stage) -> dict[str, Any]:
     """What a rung's section says: its lines, neighbours and, where it is on record, its rates beside its parent's."""
     place = RUNGS.index(stage.id)
     neighbours = [("before", RUNGS[place - 1])] if place else []
     neighbours += [("after", one) for one in RUNGS[place + 1 : place + 2]]
     facts = {"stage": stage, "lines": key_lines(stage), "neighbours": neighbours}
-    cells = _cells(shown, stage) if shown and shown.first else []
-    if shown is None or not cells:
+    cells = _cells(shown, stage) if shown.first else []
+    if not cells:
         return facts | {"row": None}
     _, row, gain = cells[0]
     lines: list[tuple[str | None, ...]] = [("TFLOP/s", *(number(select.rate(one)) for _, one, _ in cells))]
@@ -130,7 +130,7 @@ def on_trained(shown: Results, data: Path) -> charts.Chart:
     )
 
 
-def write(out: Output, shown: Results | None, data: Path) -> None:
+def write(out: Output, shown: Results, data: Path) -> None:
     """Everything the journey takes in, a file a rung with the sections `heading`, `lines`, `score` and `links`."""
     out.snippet("journey/conditions.md", out.rendered("conditions.md", PAGE, shown=shown))
     for stage_id in RUNGS:
@@ -140,7 +140,7 @@ def write(out: Output, shown: Results | None, data: Path) -> None:
         out.snippet(f"journey/drawing-{name}.md", out.chart(draw(), PAGE))
     out.snippet("journey/barriers.md", drawings.barriers())
     trained = "*Not on record for this GPU: `flashlab bench --suite inputs` measures it.*"
-    if shown is not None and shown.first is not None:
+    if shown.first is not None:
         with contextlib.suppress(NoDataError):
             trained = out.chart(on_trained(shown, data), PAGE)
     out.snippet("journey/trained.md", trained)

@@ -190,18 +190,18 @@ def generate(
     shutil.rmtree(root, ignore_errors=True)
     out = Output(root=writable_dir(root, "generated pages"))
     everything = _everything(data, gpu)
-    shown = everything[0] if everything else None
+    shown = everything[0] if everything else select.load("", data)
     # Drawing is most of the work, and independent from page to page.
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        main = shown.gpu if shown else ""
-        jobs = [pool.submit(_downloads, out, data, gpu), pool.submit(_apart, data, main, journey.write, out)]
-        jobs += [pool.submit(_apart, data, main, _stage_page, out, stage) for stage in registry.STAGES.values()]
+        jobs = [pool.submit(_downloads, out, data, gpu), pool.submit(_apart, data, shown.gpu, journey.write, out)]
+        jobs += [pool.submit(_apart, data, shown.gpu, _stage_page, out, stage) for stage in registry.STAGES.values()]
         jobs += [pool.submit(_apart, data, one.gpu, _results_page, out) for one in everything]
         others = [(one.gpu, one.name) for one in everything[1:]]
         jobs += [
-            pool.submit(_apart, data, main, _off_ladder, out, stage, others) for stage in registry.OFF_LADDER.values()
+            pool.submit(_apart, data, shown.gpu, _off_ladder, out, stage, others)
+            for stage in registry.OFF_LADDER.values()
         ]
-        decode_page(out, select.off_ladder(shown.gpu, data, registry.DECODE, select.DECODING) if shown else {})
+        decode_page(out, select.off_ladder(shown.gpu, data, registry.DECODE, select.DECODING))
         out.snippet("decode-steps.md", steps_table(everything, data))
         for name, page in PAGE_OF.items():
             _notebook_page(out, name, page, executed, shown, (failed or {}).get(name, ""))
@@ -212,7 +212,7 @@ def generate(
         _inputs_and_errors(out, shown, data)
         _lists(out, everything)
         out.snippet("compare.md", _compared(out, everything, data))
-        dead_end_list(out, select.off_ladder(shown.gpu, data) if shown else {}, _of_retired(shown))
+        dead_end_list(out, select.off_ladder(shown.gpu, data), _of_retired(shown))
         check_records(out, everything, data)
         _commands(out)
         for pages in _registered("PAGES"):
@@ -235,22 +235,20 @@ def _apart(data: Path, gpu: str, write: Callable[..., None], *args: Any) -> None
 
 
 @lru_cache(maxsize=2)
-def _read(gpu: str, data: Path) -> Results | None:
-    return select.load(gpu, data) if gpu else None
+def _read(gpu: str, data: Path) -> Results:
+    return select.load(gpu, data)
 
 
-def _of_retired(shown: Results | None) -> Mapping[Problem, Sequence[Measurement]]:
+def _of_retired(shown: Results) -> Mapping[Problem, Sequence[Measurement]]:
     """A rung that was retired was measured with the ladder, at every problem."""
-    return {one: shown.problems[one] for one in suite("first") if one in shown.problems} if shown else {}
+    return {one: shown.problems[one] for one in suite("first") if one in shown.problems}
 
 
-def _off_ladder(
-    out: Output, stage: Stage, others: Sequence[tuple[str, str]], shown: Results | None, data: Path
-) -> None:
+def _off_ladder(out: Output, stage: Stage, others: Sequence[tuple[str, str]], shown: Results, data: Path) -> None:
     """By what the GPU shown has of the stage or, where it has nothing, the first of `others`, folders and names."""
     measured: Mapping[Problem, Sequence[Measurement]] = {}
     note = ""
-    if shown is None or stage.retired:
+    if stage.retired:
         measured = _of_retired(shown)
     else:
         for gpu, name in ((shown.gpu, shown.name), *others):
@@ -262,7 +260,7 @@ def _off_ladder(
     off_ladder_page(out, stage, measured, note)
 
 
-def _gpus(main: Results | None, everything: Sequence[Results]) -> list[dict[str, Any]]:
+def _gpus(main: Results, everything: Sequence[Results]) -> list[dict[str, Any]]:
     """The GPUs for the navigation and for the line that says which one a page shows."""
     return [
         {"slug": one.gpu, "name": one.name, "partial": bool(one.lacking), "main": one is main} for one in everything
@@ -275,16 +273,14 @@ def _registered(what: str) -> Iterable[Any]:
     return found
 
 
-def _elsewhere(shown: Results | None, what: str) -> str:
+def _elsewhere(shown: Results, what: str) -> str:
     """That hand-written text is about another GPU than the one shown; empty where it is not."""
-    if shown is None or shown.gpu == WRITTEN_ABOUT:
+    if not shown or shown.gpu == WRITTEN_ABOUT:
         return ""
     return f'!!! note ""\n    {what} was written about the {_ITS_NAME}; the numbers are those of the {shown.name}.\n'
 
 
-def _notebook_page(
-    out: Output, name: str, page: str, executed: Path | None, shown: Results | None, failure: str = ""
-) -> None:
+def _notebook_page(out: Output, name: str, page: str, executed: Path | None, shown: Results, failure: str = "") -> None:
     """An executed notebook as Markdown, its charts as figures; of one that failed, what came before."""
     import nbformat
     from nbconvert import MarkdownExporter
@@ -349,13 +345,13 @@ def _notebook_copy(source: Path, target: Path) -> None:
     nbformat.write(notebook, target)  # type: ignore[no-untyped-call]
 
 
-def _front_page(out: Output, shown: Results | None, data: Path) -> None:
+def _front_page(out: Output, shown: Results, data: Path) -> None:
     _about(out)
-    rows = shown.rows() if shown else ()
+    rows = shown.rows()
     stage, peer = select.fastest_stage(rows), select.fastest_peer(rows)
     share = contests.percent_of_peak(stage) if stage else None
     _card(out, stage, rows, share)
-    if shown is None or shown.first is None:
+    if shown.first is None:
         out.snippet("front-chart.md", f'!!! note ""\n    {NOTHING_YET}\n')
         out.snippet("front-numbers.md", "")
         out.snippet("front-finding.md", "")
@@ -470,7 +466,7 @@ def _timed_there(rows: Iterable[Measurement]) -> str:
     return f"of {sum(row.kind == 'peer' and select.rate(row) is not None for row in rows)} timed"
 
 
-def _inputs_and_errors(out: Output, shown: Results | None, data: Path) -> None:
+def _inputs_and_errors(out: Output, shown: Results, data: Path) -> None:
     """Ratios over the libraries, and errors, by kind of inputs; a note where they were not measured."""
     out.snippet("inputs.md", tables.inputs())
     makers = {"against-inputs.md": _against_inputs, "against-features.md": _against_features, "accuracy.md": _accuracy}
@@ -541,7 +537,7 @@ def _needs(stage: Stage, parent: tuple[str, str | None]) -> str:
     return markdown(("", ""), facts, left=2)
 
 
-def _stage_page(out: Output, stage: Stage, shown: Results | None, data: Path) -> None:
+def _stage_page(out: Output, stage: Stage, shown: Results, data: Path) -> None:
     page, diff = f"stages/{stage.id}.md", diff_against_parent(stage)
     changes = [line[0] for line in diff.splitlines()[2:] if line.startswith(("+", "-"))]
     parent = f"[{code(stage.parent)}]({stage.parent}.md)" if stage.parent else "none: the foot of the ladder"
@@ -569,11 +565,11 @@ EVERY_PROBLEM = (
 )
 
 
-def _measured(out: Output, stage: Stage, shown: Results | None, data: Path) -> dict[str, Any]:
+def _measured(out: Output, stage: Stage, shown: Results, data: Path) -> dict[str, Any]:
     """What a stage's page has of its measurements; without a `line` where it has no time at the first problem."""
-    rows = shown.rows() if shown else ()
+    rows = shown.rows()
     row = next((one for one in rows if one.name == stage.id), None)
-    if shown is None or shown.first is None or row is None or row.status != "ok":
+    if shown.first is None or row is None or row.status != "ok":
         return {"row": row, "line": None}
     of = {dtype: shown.libraries(dtype) for dtype in DTYPES}
     parent, peer = select.parent_of(row, rows), select.fastest_of(of[shown.first.dtype], rows)
