@@ -236,10 +236,6 @@ _PREDICTIONS: Sequence[Column] = (
 def predictions(gpu: str | None, data: Path = DATA) -> str:
     """Predicted beside measured, as a Markdown table for each problem."""
     try:
-        chip.newest(gpu or "", data)
-    except NoDataError:
-        return NOTHING_YET
-    try:
         compared = compare(gpu, data)
     except NoDataError as error:
         return f"*{error}*"

@@ -54,6 +54,7 @@ from flashlab.record import store
 from flashlab.record.schema import Call
 from flashlab.run import gpu as gpus
 from flashlab.show import tables
+from flashlab.show.notebook import NOTHING_YET
 from flashlab.show.pages import Output, stage_link
 from flashlab.verify.oracle import make_torch_inputs
 
@@ -445,12 +446,7 @@ def verdicts(
     data: Path = DATA,
     follow: Callable[[Collection[str]], Iterable[str]] = iter,
 ) -> tuple[Verdict, ...]:
-    """The verdict on every claim from a GPU's records, in the claims' order; `follow` sees their ids go by.
-
-    Raises:
-        NoDataError: the GPU has no run.
-    """
-    store.require_runs(gpu, data)
+    """The verdict on every claim from a GPU's records, in the claims' order; `follow` sees their ids go by."""
     on_record = Records(gpu, data)
     by_id = {claim.id: claim for claim in read()}
     return tuple(evaluate(by_id[claim_id], on_record) for claim_id in follow(by_id))
@@ -609,11 +605,6 @@ def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 
 
 
 # --- Tables -----------------------------------------------------------------------------------------------------------
-
-
-NOTHING_YET = (
-    "**Nothing has been measured yet.** No GPU has records that could judge the claims; `flashlab bench` makes some."
-)
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -113,12 +112,12 @@ def on_trained(shown: Results, data: Path) -> charts.Chart:
     Raises:
         NoDataError: no row has a time on both.
     """
-    assert shown.first is not None
-    others = select.load(shown.gpu, data, (TRAINED,)).problems.get(replace(shown.first, inputs=TRAINED), ())
-    twins = {row.name: row for row in others if select.rate(row)}
+    others = select.load(shown.gpu, data, (TRAINED,))
+    trained = others.rows(replace(shown.first, inputs=TRAINED)) if shown.first else ()
+    twins = {row.name: row for row in trained if select.rate(row)}
     kept = [row for row in shown.rows() if row.name in twins and select.rate(row)]
     if not kept:
-        raise NoDataError(f"wanted rows on trained inputs at {shown.first.label}, found none")
+        raise NoDataError.of(f"rows on trained inputs of {shown.gpu}", "flashlab bench --suite inputs")
     worst = min(kept, key=lambda row: select.speedup(twins[row.name], row) or 0.0)
     return charts.side_by_side(
         {"normal numbers": kept, "trained activations": [twins[row.name] for row in kept]},
@@ -139,8 +138,5 @@ def write(out: Output, shown: Results, data: Path) -> None:
     for name, draw in drawings.DRAWINGS.items():
         out.snippet(f"journey/drawing-{name}.md", out.chart(draw(), PAGE))
     out.snippet("journey/barriers.md", drawings.barriers())
-    trained = "*Not on record for this GPU: `flashlab bench --suite inputs` measures it.*"
-    if shown.first is not None:
-        with contextlib.suppress(NoDataError):
-            trained = out.chart(on_trained(shown, data), PAGE)
-    out.snippet("journey/trained.md", trained)
+    missing = "*Not on record for this GPU: `flashlab bench --suite inputs` measures it.*"
+    out.snippet("journey/trained.md", out.drawn(PAGE, on_trained, shown, data) or missing)

@@ -63,7 +63,8 @@ NOTHING_YET = (
 )
 NOT_OF_THESE = (
     "**Nothing of this is on record yet** for these stages at this shape. "
-    "`flashlab bench`, or for profiles `flashlab profile` with Nsight Compute, measures it on such a GPU."
+    "`flashlab bench`, for profiles `flashlab profile` with Nsight Compute, or for ablations `flashlab ablate` and "
+    "`flashlab split`, measures it on such a GPU."
 )
 NO_CHECKS = "Not on record for this GPU yet: `flashlab check --record` on it compares stages with the oracle."
 _REDRAWN_S = 0.2

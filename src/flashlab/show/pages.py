@@ -101,14 +101,14 @@ class Output:
         file.write_text(content.rstrip("\n") + "\n", encoding="utf-8")
 
     def rendered(self, template: str, page: str, **facts: object) -> str:
-        """A template filled in for `page`; `chart` draws one there, or is empty where there is nothing to draw."""
+        """A template filled in for `page`; `chart` is `drawn` there."""
+        return _TEMPLATES.get_template(template).render(facts, chart=partial(self.drawn, page), page=page)
 
-        def chart(draw: Callable[..., Chart], *what: Any, **options: Any) -> str:
-            with contextlib.suppress(NoDataError):
-                return self.chart(draw(*what, **options), page)
-            return ""
-
-        return _TEMPLATES.get_template(template).render(facts, chart=chart, page=page)
+    def drawn(self, page: str, draw: Callable[..., Chart], *what: Any, **options: Any) -> str:
+        """The Markdown of what `draw` draws, as `chart` has it; empty where there is nothing to draw."""
+        with contextlib.suppress(NoDataError):
+            return self.chart(draw(*what, **options), page)
+        return ""
 
     def snippet(self, path: str, content: str) -> None:
         """Write what a page takes in by that name."""
