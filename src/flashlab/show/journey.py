@@ -67,15 +67,11 @@ def _cells(shown: Results, stage: Stage) -> list[tuple[str, Measurement, float |
     cells = []
     for head_dim, mask in product((64, 128), MASKS):
         problem = replace(shown.first, head_dim=head_dim, mask=mask)
-        rows = shown.rows(problem)
-        row = next((one for one in rows if one.name == stage.id and one.status == "ok"), None)
+        row = next((one for one in shown.rows(problem) if one.name == stage.id and one.status == "ok"), None)
         if row is None:
             continue
-        mine, parent = row, select.parent_of(row, rows)
-        if parent is None and stage.parent:
-            pair = predictions.of_one_run(stage.id, problem, stage.parent, problem, shown.records)
-            mine, parent = pair[0] or row, pair[1]
-        cells.append((f"D{head_dim}{' causal' if mask == 'causal' else ''}", row, select.speedup(mine, parent)))
+        gain = select.speedup(*predictions.pair(shown, problem, stage.id, stage.parent)) if stage.parent else None
+        cells.append((f"D{head_dim}{' causal' if mask == 'causal' else ''}", row, gain))
     return cells
 
 
