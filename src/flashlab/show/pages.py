@@ -234,29 +234,22 @@ def _apart(data: Path, gpu: str, write: Callable[..., None], *args: Any) -> None
     write(*args, _read(gpu, data), data)
 
 
-@lru_cache(maxsize=2)
-def _read(gpu: str, data: Path) -> Results:
-    return select.load(gpu, data)
+_read = lru_cache(maxsize=2)(select.load)
 
 
-def _of_retired(shown: Results) -> Mapping[Problem, Sequence[Measurement]]:
+def _of_retired(shown: Results) -> dict[Problem, tuple[Measurement, ...]]:
     """A rung that was retired was measured with the ladder, at every problem."""
     return {one: shown.problems[one] for one in suite("first") if one in shown.problems}
 
 
 def _off_ladder(out: Output, stage: Stage, others: Sequence[tuple[str, str]], shown: Results, data: Path) -> None:
     """By what the GPU shown has of the stage or, where it has nothing, the first of `others`, folders and names."""
-    measured: Mapping[Problem, Sequence[Measurement]] = {}
-    note = ""
-    if stage.retired:
-        measured = _of_retired(shown)
-    else:
-        for gpu, name in ((shown.gpu, shown.name), *others):
-            policy = select.OFF_LADDER if stage.dead_end else select.of_stage(stage)
-            measured = select.off_ladder(gpu, data, {stage.id: stage}, policy)
-            if measured:
-                note = "" if gpu == shown.gpu else f"*Not on record for the {shown.name} yet: this is the {name}.*"
-                break
+    policy = select.OFF_LADDER if stage.dead_end else select.of_stage(stage)
+    measured, note = _of_retired(shown) if stage.retired else {}, ""
+    for gpu, name in () if stage.retired else ((shown.gpu, shown.name), *others):
+        if measured := select.off_ladder(gpu, data, {stage.id: stage}, policy):
+            note = "" if gpu == shown.gpu else f"*Not on record for the {shown.name} yet: this is the {name}.*"
+            break
     off_ladder_page(out, stage, measured, note)
 
 
