@@ -224,7 +224,7 @@ _PREDICTIONS: Sequence[Column] = (
 )
 
 
-def predictions(gpu: str | None, data: Path = DATA) -> str:
+def predictions(gpu: str, data: Path = DATA) -> str:
     """Predicted beside measured, as a Markdown table for each problem."""
     try:
         compared = compare(gpu, data)

@@ -100,8 +100,8 @@ class Lab:
     """One notebook's parameters, checked and resolved."""
 
     source: Source
-    gpu: str | None
-    """Folder name under data/; None where nothing has been measured and there is no GPU."""
+    gpu: str
+    """Folder name under data/; empty where nothing has been measured and there is no GPU."""
     stages: tuple[str, ...]
     """Ids, in the ladder's order."""
     suite: str
@@ -157,7 +157,7 @@ class Lab:
             with progress_bar() as progress:
                 options = replace(check.OPTIONS, data=self.data, progress=progress, note=print, resume=True)
                 check.check_stages(self.stages, inputs=kinds, options=options)
-        lengths, drawn = (select.newest_checks(self.gpu or "", self.data, kind, kinds) for kind in ("checks", "random"))
+        lengths, drawn = (select.newest_checks(self.gpu, self.data, kind, kinds) for kind in ("checks", "random"))
         if not lengths and not drawn:
             return f"*{NO_CHECKS}*" if self.results else NOTHING_YET
         return tables.checks(lengths, drawn, self.stages)
@@ -231,7 +231,7 @@ class Lab:
 
         Where something is on record, with the run that made it.
         """
-        lines = [one for one in select.emulated_checks(self.gpu or "", self.data) if one.stage in self.stages]
+        lines = [one for one in select.emulated_checks(self.gpu, self.data) if one.stage in self.stages]
         if not lines:
             return ""
         header = lines[0].header
@@ -240,9 +240,9 @@ class Lab:
 
     def counters(self) -> trial.Counted:
         """The emulator's counters beside Nsight Compute's of the same launches, for the chosen stages."""
-        files = store.files(self.data / (self.gpu or "") / "counters")
+        files = store.files(self.data / self.gpu / "counters")
         if not files:
-            error = NoDataError.of(f"Nsight Compute's counters of {self.gpu or ''}", "scripts/counters_ncu.py")
+            error = NoDataError.of(f"Nsight Compute's counters of {self.gpu}", "scripts/counters_ncu.py")
             return trial.Counted(missing=f"*{error}*")
         if missing := trial.no_compiler():
             return trial.Counted(missing=missing)
@@ -264,7 +264,7 @@ class Lab:
     @cached_property
     def results(self) -> Results:
         """What is recorded of the GPU on the first kind of inputs; false where nothing is."""
-        return select.load(self.gpu or "", self.data, self.inputs[:1])
+        return select.load(self.gpu, self.data, self.inputs[:1])
 
     def rows(self, problem: Problem | None = None) -> tuple[Measurement, ...]:
         """Recorded rows of `problem` (the sources' shape, where None), chosen stages and every peer; may be empty."""
@@ -284,13 +284,13 @@ class Lab:
 
     def against_peers(self) -> tuple[AgainstPeers, ...]:
         """The best stage against the best library at every problem (`contests.against_peers`); may be empty."""
-        return contests.against_peers(self.gpu or "", self.data, self.inputs)
+        return contests.against_peers(self.gpu, self.data, self.inputs)
 
     @cached_property
     def profiles(self) -> tuple[StageProfile, ...]:
         """Nsight Compute's newest profile of each chosen stage at the sources' shape; may be empty."""
         first = Problem.parse(FIRST_SHAPE)
-        profiles = select.profiles(self.gpu or "", self.data)
+        profiles = select.profiles(self.gpu, self.data)
         return tuple(one for one in profiles if one.stage in self.stages and one.problem == first)
 
     def show(self, draw: Draw, what: Any, **options: Any) -> None:
@@ -317,7 +317,7 @@ class Lab:
         outcome = Outcome(
             notebook=name,
             source=self.source,
-            gpu=self.gpu,
+            gpu=self.gpu or None,
             commit=code.commit,
             dirty=code.dirty,
             runs=tuple(sorted({row.run for rows in shown.problems.values() for row in rows} if shown else ())),
@@ -400,9 +400,9 @@ def settings(
     )
 
 
-def _resolve(source: str, gpu: str, data: Path) -> tuple[Source, str | None]:
+def _resolve(source: str, gpu: str, data: Path) -> tuple[Source, str]:
     """Where the numbers come from, and the GPU's folder name."""
-    here = gpus.info().slug if source != "replay" and gpus.available() is None else None
+    here = gpus.info().slug if source != "replay" and gpus.available() is None else ""
     if source == "measure":
         gpus.require()
         if gpu and gpu != here:
@@ -415,7 +415,7 @@ def _resolve(source: str, gpu: str, data: Path) -> tuple[Source, str | None]:
     if gpu:
         store.require_runs(gpu, data)  # raises NoDataError, which names the GPUs there are
         return "replay", gpu
-    return "replay", next(iter(store.gpus(data)), None)
+    return "replay", next(iter(store.gpus(data)), "")
 
 
 @contextmanager
