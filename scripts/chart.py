@@ -17,7 +17,7 @@ def main(gpus: list[str]) -> int:
     """Exit status 0 when every chart was drawn."""
     try:
         for gpu in gpus or store.gpus():
-            shown = select.load(gpu)
+            shown = select.load(store.require_runs(gpu))
             chart = charts.ladder(shown.rows(), beside=shown.beside())
             # On a solid ground: a README is shown on light and on dark pages, and cannot know which.
             print(store.rewrite(gpu, f"figures/{chart.name}.svg", chart.svg["wide"]))

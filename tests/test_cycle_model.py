@@ -196,18 +196,7 @@ def test_stages_that_the_model_does_not_know_are_left_out() -> None:
 
 
 def test_without_readings_it_says_so(tmp_path: Path) -> None:
-    shown = (
-        cycle_tables.units,
-        cycle_tables.wgmma,
-        cycle_tables.issue,
-        cycle_tables.latencies,
-        cycle_tables.beside,
-        cycle_tables.softmaxes,
-        cycle_tables.loops,
-        cycle_tables.predictions,
-    )
-    for show in shown:
-        assert show("nvidia-h200", tmp_path) == cycle_tables.NOTHING_YET
+    assert "flashlab chip" in cycle_tables.predictions("nvidia-h200", tmp_path)
     with pytest.raises(NoDataError, match="flashlab chip"):
         cycle_model.rates_of({})
 
@@ -254,17 +243,14 @@ def test_products_of_a_clock_are_of_the_clock_in_the_calls(slug: str) -> None:
 
 
 @every_gpu
-def test_products_of_warps_stand_below_those_of_warpgroups(slug: str, tmp_path: Path) -> None:
-    rates = cycle_model.rates_of(chip.newest(slug), store.newest_ceilings(slug))
+def test_products_of_warps_stand_below_those_of_warpgroups(slug: str) -> None:
+    readings, measured = chip.newest(slug), store.newest_ceilings(slug)
+    rates = cycle_model.rates_of(readings, measured)
     assert rates.mma_sync is not None
     share = f"{100 * rates.mma_sync / rates.wgmma:.0f} %"
-    assert f"mma.sync reaches {tables.number(rates.mma_sync, 4)}" in cycle_tables.wgmma(slug)
-    assert share in cycle_tables.wgmma(slug)
-    copied = tmp_path / slug / "chip"
-    copied.mkdir(parents=True)
-    for path in (DATA / slug / "chip").glob("*.jsonl"):
-        (copied / path.name).write_bytes(path.read_bytes())
-    assert "mma.sync" not in cycle_tables.wgmma(slug, tmp_path), "no ceilings there"
+    assert f"mma.sync reaches {tables.number(rates.mma_sync, 4)}" in cycle_tables.wgmma(readings, ceilings=measured)
+    assert share in cycle_tables.wgmma(readings, ceilings=measured)
+    assert "mma.sync" not in cycle_tables.wgmma(readings, ceilings={}), "no ceilings there"
 
 
 @every_gpu

@@ -320,7 +320,7 @@ def test_a_lever_that_no_longer_fits_is_shown_as_such(tmp_path: Path, monkeypatc
     stale = levers.choose(levers.names()[:1])[0]
     stale = dataclasses.replace(stale, diff=stale.diff.replace("\n ", "\n no such line ", 1))
     monkeypatch.setattr(levers, "choose", lambda: (stale,))
-    effects.levers_page(content.Output(root=tmp_path), None, tmp_path)
+    effects.levers_page(content.Output(root=tmp_path), select.load("", tmp_path), tmp_path)
     text = (tmp_path / "snippets" / "levers.md").read_text(encoding="utf-8")
     assert "which no longer fits the stage" in text
     assert " no such line" in text

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 from shared import read_run
@@ -15,10 +16,10 @@ from flashlab.core.errors import NoDataError
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import registry
 from flashlab.query import predictions, roofline, select
-from flashlab.query.contests import Accuracy, AgainstPeers, Contest
+from flashlab.query.contests import Accuracy, AgainstPeers, Contest, percent_of_peak
 from flashlab.record import store
 from flashlab.record.checks import CheckRow, Compared, EmulatorVerdict
-from flashlab.record.schema import StageCounters, Start, Status, Verdict, cycles_per_score
+from flashlab.record.schema import Measurement, StageCounters, Start, Status, Verdict, cycles_per_score
 from flashlab.run.emulator import Actor, Counter, Finding, Place, Report
 from flashlab.show import tables, trial
 from flashlab.show.tables import table as table_of
@@ -109,21 +110,35 @@ def test_costs_are_the_records(tmp_path: Path) -> None:
     assert line.count("| –") == 6
 
 
-def test_ratios_are_those_of_the_contests(tmp_path: Path) -> None:
-    contest = Contest(
-        run="r", stage="05_wmma", stage_us=100.0, stage_clock_mhz=None, peer="sdpa_cudnn", peer_us=130.0,
-        peer_clock_mhz=None,
-    )  # fmt: skip
+def _took(name: str, time_us: float, **changes: Any) -> Measurement:
+    """A row whose bursts and sustained calls took so long each, at no known clock."""
+    row = measurement(name, FIRST)
+    taken = {"time_us": (time_us,), "sm_clock_mhz": (), "call_clock_mhz": ()}
+    return row.model_copy(update={"samples": tuple(one.model_copy(update=taken) for one in row.samples), **changes})
+
+
+def test_ratios_are_those_of_the_contests() -> None:
+    ours, theirs = _took("05_wmma", 100.0), _took("sdpa_cudnn", 130.0)
+    contest = Contest(regime="burst", stage=ours, peer=theirs)
     none = AgainstPeers(
         problem=FIRST, run="r", dirty=False, burst=None, reason="no library has a time in that run",
     )  # fmt: skip
-    known = replace(contest, stage_percent_of_peak=61.0, peer_percent_of_peak=52.0, peer_lse=True, stage_lse_us=104.0)
+    clocked = (
+        row.model_copy(
+            update={"samples": tuple(one.model_copy(update={"call_clock_mhz": (1700.0,)}) for one in row.samples)}
+        )
+        for row in (ours, theirs.model_copy(update={"lse": True}))
+    )
+    stage, peer = clocked
+    known = Contest(regime="burst", stage=stage, peer=peer, with_lse=_took("05_wmma", 104.0))
+    shares = [tables.percent(percent_of_peak(row) or 0.0) for row in (stage, peer)]
     won, result, lost = table_of(
         tables.AGAINST, [replace(none, burst=contest, reason=""), replace(none, burst=known, reason=""), none]
     ).splitlines()[-3:]
-    ours, theirs = (tables.number(FIRST.tflops(time_us)) for time_us in (100.0, 130.0))
-    assert won.endswith(f"| ×1.30 | – | – | – | – | – | `05_wmma` {ours} | – | cuDNN {theirs} | – |")
-    assert result.endswith(f"| ×1.30 | ×1.25 | – | – | – | – | `05_wmma` {ours} | 61.0 % | cuDNN {theirs} | 52.0 % |")
+    rates = [tables.number(FIRST.tflops(time_us)) for time_us in (100.0, 130.0)]
+    sides = "`05_wmma` {} | {} | cuDNN {} | {} |".format
+    assert won.endswith(f"| ×1.30 | – | – | – | – | – | {sides(rates[0], '–', rates[1], '–')}")
+    assert result.endswith(f"| ×1.30 | ×1.25 | – | – | – | – | {sides(rates[0], shares[0], rates[1], shares[1])}")
     assert "no library has a time" in lost
     assert lost.count("| –") == 9
 
@@ -140,10 +155,7 @@ def _lines(table: str) -> dict[str, list[str]]:
 
 def _faced(problem: Problem, ratio: float, sustained: float | None = None) -> AgainstPeers:
     def contest(times: float) -> Contest:
-        return Contest(
-            run=RUN, stage="05_wmma", stage_us=100.0, stage_clock_mhz=None, peer="fa4", peer_us=100.0 * times,
-            peer_clock_mhz=None,
-        )  # fmt: skip
+        return Contest(regime="burst", stage=_took("05_wmma", 100.0), peer=_took("fa3", 100.0 * times))
 
     return AgainstPeers(
         problem=problem, run=RUN, dirty=False, burst=contest(ratio),

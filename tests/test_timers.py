@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import synthetic
 
-from flashlab.core.errors import LaunchError, NoGpuError, ParameterError, UnknownStageError
+from flashlab.core.errors import LaunchError, NoDataError, NoGpuError, ParameterError, UnknownStageError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.experiments import timer_tables, timers
 from flashlab.measure.options import Options
+from flashlab.query import select
 from flashlab.record import provenance, schema, store
 from flashlab.record.schema import Reading, Samples, Source, Start
 
@@ -475,53 +476,52 @@ def test_samples_are_counted_where_they_lie(data: Path) -> None:
 
 
 def test_pages_show_what_there_is(data: Path) -> None:
-    table = timer_tables.timers_table(GPU, data)
+    found = timer_tables.pools(store.records(GPU, schema.Reading, data))
+    table = timer_tables.timers_table(found)
     assert table.index(FIRST.label) < table.index(SMALL.label)
     assert "4 of 8 medians are within 2 %" in table
     assert "the host: 20.0 µs" in table
-    assert timer_tables.missing_timers(GPU, data) == ""
-    zeros = timer_tables.zeros_table(GPU, data)
+    assert timer_tables.missing_timers(found) == ""
+    zeros = timer_tables.zeros_table(found)
     assert "sustained" in zeros
     assert "0.970" in zeros
-    assert "CUPTI" in timer_tables.cache_table(GPU, data)
-    chart = timer_tables.timers_chart(GPU, data)
-    assert not isinstance(chart, str)
+    assert "CUPTI" in timer_tables.cache_table(found)
+    chart = timer_tables.timers_chart(found)
     assert "NVBench, hot L2" in chart.alt
     assert chart.data_files == (f"{GPU}/readings/{synthetic.RUN}.jsonl",)
-    assert "power limit" in timer_tables.clock_table(GPU, data) or "nothing" in timer_tables.clock_table(GPU, data)
-    assert timer_tables.summary(GPU, data)["compared"] == 16
+    clocks = timer_tables.clock_table(select.load(GPU, data))
+    assert "power limit" in clocks or "nothing" in clocks
+    assert timer_tables.summary(found, ())["compared"] == 16
 
 
 def test_pages_name_a_timer_that_was_not_there(tmp_path: Path) -> None:
     write(tmp_path, [reading("16_ones_column", FIRST, timer, 500.0) for timer in ("events", "torch-profiler")])
-    assert "NVBench (`pip install cuda-bench`)" in timer_tables.missing_timers(GPU, tmp_path)
+    assert "NVBench (`pip install cuda-bench`)" in timer_tables.missing_timers(
+        timer_tables.pools(store.records(GPU, schema.Reading, tmp_path))
+    )
 
 
 def test_pages_show_starts(data: Path) -> None:
     for name in ("16_ones_column", "sdpa_cudnn"):
         for run, at, boot, slower in BOOTS:
             store.append(data / GPU / "runs" / f"{run}.jsonl", started(name, at, boot, slower, run=run))
-    table = timer_tables.spread_table(GPU, data)
+    found = timer_tables.spreads(GPU, data)
+    table = timer_tables.spread_table(found)
     assert "start 3, µs" in table
     assert "2026-01-02 03:00 UTC, 2026-02-02 03:00 UTC, 2026-03-02 03:00 UTC" in table
     assert "2026-03-02 03:00 UTC, 2026-03-02 03:00 UTC" not in table
-    chart = timer_tables.spread_chart(GPU, data)
-    assert not isinstance(chart, str)
+    chart = timer_tables.spread_chart(found)
     assert "start 3" in chart.alt
 
 
 @pytest.mark.parametrize(
-    "draw",
+    ("draw", "command"),
     [
-        timer_tables.timers_table,
-        timer_tables.timers_chart,
-        timer_tables.zeros_table,
-        timer_tables.cache_table,
-        timer_tables.clock_table,
-        timer_tables.spread_table,
-        timer_tables.spread_chart,
+        (timer_tables.timers_chart, "flashlab method"),
+        (timer_tables.spread_chart, "flashlab bench --suite first"),
+        (lambda _: timer_tables.clock_table(select.load("")), "flashlab bench --suite peers"),
     ],
 )
-def test_pages_say_that_nothing_is_there(draw: Any, tmp_path: Path) -> None:
-    assert draw(None, tmp_path).startswith("**Nothing has been measured yet.**")
-    assert draw(GPU, tmp_path).startswith("**Nothing has been measured yet.**")
+def test_pages_say_that_nothing_is_there(draw: Any, command: str) -> None:
+    with pytest.raises(NoDataError, match=command):
+        draw(())

@@ -332,10 +332,10 @@ def test_a_choice_is_held_against_the_library_in_one_process_alone(tmp_path: Pat
     assert (first.problem, first.choice.parameters, first.time_us, first.peer_us) == (PROBLEM, b, 10.0, 9.0)
     assert (first.ratio, first.small_grids, first.run) == (0.9, True, synthetic.RUN)
     assert (second.problem, second.ratio, second.run) == (other, None, ""), "two processes are no comparison"
-    shown = tuning.choices_table("nvidia-h200", tmp_path)
+    shown = tuning.choices_table([first, second])
     assert "| 0.90 |" in shown
     assert "not in one process" in shown
-    assert "sdpa" not in tuning.trials_table("nvidia-h200", tmp_path), "a library is no variant"
+    assert "sdpa" not in tuning.trials_table(tuning.by_key("nvidia-h200", tmp_path)), "a library is no variant"
 
 
 def test_what_a_bench_measured_is_in_the_table_too(tmp_path: Path) -> None:
@@ -420,13 +420,13 @@ def test_the_command_says_what_it_would_try(tmp_path: Path) -> None:
 
 
 def test_pages_show_winners_levers_and_losers(tmp_path: Path) -> None:
-    for show in (tuning.winners_table, tuning.levers_table, tuning.trials_table):
-        assert show("nvidia-h200", tmp_path) == tuning.NOTHING_YET
+    assert tuning.by_key("nvidia-h200", tmp_path) == {}
     tune_fake(tmp_path, FakeTiming(), grid={"WARPS": (2, 4, 8), "TILE_KV": (60, 64)})
-    assert "| WARPS=8 |" in tuning.winners_table("nvidia-h200", tmp_path)
-    levers = tuning.levers_table("nvidia-h200", tmp_path)
+    found = tuning.by_key("nvidia-h200", tmp_path)
+    assert "| WARPS=8 |" in tuning.winners_table(found, rows=tuned.rows("nvidia-h200", tmp_path))
+    levers = tuning.levers_table(found)
     assert "60: does not run" in levers
-    trials = tuning.trials_table("nvidia-h200", tmp_path)
+    trials = tuning.trials_table(found)
     assert "6 variants" in trials
     assert trials.count("| error: ") + trials.count(">error: ") == 3
 

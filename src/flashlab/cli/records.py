@@ -138,22 +138,22 @@ def _against_peers(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Seque
     pairs = [pair for pair in contests.against_peers(gpu, data, kinds) if matching([pair.problem], **wanted)]
     if not pairs:
         raise NoDataError(f"wanted such problems on {', '.join(kinds)} inputs among the records of {gpu}, found none")
-    of_best = {"stage µs": "stage_us", "% of peak": "stage_percent_of_peak", "library": "peer", "library µs": "peer_us"}
+    flat = [pair.flat() for pair in pairs]
+    of_best = ("stage_median_us", "stage_percent_of_peak", "best_peer", "peer_median_us", "peer_percent_of_peak")
     answer(
-        pairs,
+        [{"problem": pair.problem.label, **row} for pair, row in zip(pairs, flat, strict=True)],
         {
-            "problem": "problem.label",
-            "stage": lambda pair: pair.burst.stage if pair.burst else pair.reason,
-            **{heading: f"burst.{field}" for heading, field in of_best.items()},
-            **{"% of its peak": "burst.peer_percent_of_peak", "ratio": "burst.ratio"},
-            **{"with lse alike": "burst.adjusted_ratio", "to fa3 or cuDNN": "named.ratio"},
+            "problem": "problem",
+            "stage": lambda row: row["best_stage"] or row["reason"],
+            **dict(zip(("stage µs", "% of peak", "library", "library µs", "% of its peak"), of_best, strict=True)),
+            **{"ratio": "ratio", "with lse alike": "adjusted_ratio", "to fa3 or cuDNN": "against_named.burst.ratio"},
             **{"sustained ratio": "sustained.ratio", "with lse alike, sustained": "sustained.adjusted_ratio"},
-            **{"to fa3 or cuDNN, sustained": "named_sustained.ratio", "worst layer": "burst.worst_ratio"},
+            **{"to fa3 or cuDNN, sustained": "against_named.sustained.ratio", "worst layer": "worst_ratio"},
         },
         as_json=as_json,
         title=f"{gpu}, newest run {max(pair.run for pair in pairs)}: speed-up over the library (ratio of medians), on "
         "normally distributed inputs of unit scale where a problem names no others",
-        document=[pair.flat() for pair in pairs],
+        document=flat,
     )
 
 

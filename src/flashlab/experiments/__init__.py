@@ -3,8 +3,8 @@
 A module of this package may define
 
     PAGES      a mapping from the name of a page of the site to a function `(out, results, data) -> None` that writes
-               what the page includes: `out.snippet(name, markdown)`, `out.text(path, text)`; `results` is the GPU that
-               is shown, or None; `data` the folder of records
+               what the page includes: `out.snippet(name, markdown)`, `out.text(path, text)`; `results` is what
+               is on record of the GPU that is shown, false where nothing is; `data` the folder of records
     RECORDS    the pydantic models of its files under data/, for the data dictionary
 
 The core finds them by name, without an import that a module would depend on:

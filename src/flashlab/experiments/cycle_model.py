@@ -574,7 +574,7 @@ def predict_loop(reading: ChipReading, rates: Rates) -> float | None:
     return loop_of(kernel, rates)
 
 
-def compare(gpu: str | None, data: Path = DATA) -> list[Prediction]:
+def compare(gpu: str, data: Path = DATA) -> list[Prediction]:
     """The prediction for every stage on the first shape, beside its measurement.
 
     The measurement is the one that the other pages show; of a stage that they do not show there, the newest one. It
@@ -584,15 +584,10 @@ def compare(gpu: str | None, data: Path = DATA) -> list[Prediction]:
     Raises:
         NoDataError: readings or ceilings are missing.
     """
-    slug = gpu or ""
-    readings = chip.newest(slug, data)
-    try:
-        shown = select.load(slug, data)
-        ceilings, rows = shown.ceilings, [*store.measurements(slug, data)]
-        rows += [row for of_problem in shown.problems.values() for row in of_problem]
-    except NoDataError:
-        ceilings, rows = {}, []
-    rates = rates_of(readings, ceilings)
+    readings = chip.newest(gpu, data)
+    shown = select.load(gpu, data)
+    rows = [*store.measurements(gpu, data), *(row for of_problem in shown.problems.values() for row in of_problem)]
+    rates = rates_of(readings, shown.ceilings)
     compared: list[Prediction] = []
     for problem in PROBLEMS:
         measured = {row.name: row for row in rows if row.status == "ok" and row.problem == problem}

@@ -10,29 +10,20 @@ from typing import Any
 
 from flashlab.core.errors import NoDataError
 from flashlab.core.paths import DATA
-from flashlab.experiments import chip
 from flashlab.experiments.cycle_model import GROUP_THREADS, Prediction, Rates, compare, predict_loop, rates_of
 from flashlab.query.rows import grouped
-from flashlab.record import store
-from flashlab.record.schema import ChipReading
+from flashlab.record.schema import Ceiling, ChipReading
 from flashlab.show.tables import Column, number, table
 
-NOTHING_YET = (
-    "**Nothing has been measured yet.** No readings of the units are on record for this GPU; `flashlab chip` on a "
-    "Hopper GPU makes them."
-)
-Readings = dict[str, ChipReading]
+Readings = Mapping[str, ChipReading]
+"""As `chip.newest` gives them."""
 
 
-def _page(write: Callable[[Readings], str]) -> Callable[..., str]:
+def _page(write: Callable[[Readings], str]) -> Callable[[Readings], str]:
     """A table of a GPU's newest readings, and where they come from."""
 
     @wraps(write)
-    def page(gpu: str | None, data: Path = DATA) -> str:
-        try:
-            readings = chip.newest(gpu or "", data)
-        except NoDataError:
-            return NOTHING_YET
+    def page(readings: Readings) -> str:
         return f"{write(readings)}\n*{source(readings.values())}*\n"
 
     return page
@@ -97,11 +88,11 @@ def _wgmma(readings: Readings) -> str:
     return _grid(readings, rows, columns, {f"n{width}": f"wgmma_n{width}_{{end}}" for width in (64, 128, 192, 256)})
 
 
-def wgmma(gpu: str | None, data: Path = DATA) -> str:
+def wgmma(readings: Readings, *, ceilings: Mapping[str, Ceiling]) -> str:
     """FLOP per cycle and SM of wgmma, by width and warpgroups, and of mma.sync beside them, as a Markdown table."""
-    text = _wgmma(gpu, data)
+    text = _wgmma(readings)
     try:
-        rates = rates_of(chip.newest(gpu or "", data), store.newest_ceilings(gpu or "", data))
+        rates = rates_of(readings, ceilings)
     except NoDataError:
         return text
     if rates.mma_sync is None:
@@ -233,12 +224,8 @@ _PREDICTIONS: Sequence[Column] = (
 )
 
 
-def predictions(gpu: str | None, data: Path = DATA) -> str:
+def predictions(gpu: str, data: Path = DATA) -> str:
     """Predicted beside measured, as a Markdown table for each problem."""
-    try:
-        chip.newest(gpu or "", data)
-    except NoDataError:
-        return NOTHING_YET
     try:
         compared = compare(gpu, data)
     except NoDataError as error:

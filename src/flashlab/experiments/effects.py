@@ -17,7 +17,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any, TypeVar
 
-from flashlab.core.errors import ParameterError
+from flashlab.core.errors import NoDataError, ParameterError
 from flashlab.core.problem import Problem
 from flashlab.experiments import levers
 from flashlab.experiments.ablation import AXES, PARTS
@@ -38,10 +38,6 @@ from flashlab.show.charts import Chart, Interval, Look, intervals
 from flashlab.show.pages import Output, data_links, indent, stage_link
 from flashlab.show.tables import Column, code, markdown, prose, table
 
-NOTHING_YET = (
-    "**Nothing has been measured yet.** No such record of this GPU; `flashlab ablate` and `flashlab split` on it make "
-    "them."
-)
 LEVER_NOT_MEASURED = "Not measured yet: `flashlab ablate --levers` on a Hopper GPU does it."
 _PART_TITLES = {"qk": "Q·K", "softmax": "softmax", "pv": "P·V", "memory": "memory"}
 _REASON_CHARS = 160
@@ -239,11 +235,13 @@ def _records(one: Effect) -> list[Ablation | Part]:
     return [one.record, *(record for record, _ in one.starts)]
 
 
-def chart(shown: Sequence[Effect]) -> Chart | str:
-    """Every level of every axis beside the first of its axis: time over its time, with 95 % intervals."""
+def chart(shown: Sequence[Effect]) -> Chart:
+    """Every level of every axis beside the first of its axis: time over its time, with 95 % intervals.
+
+    Raises:
+        NoDataError: none has a time.
+    """
     timed = [one for one in shown if one.ratio is not None]
-    if not timed:
-        return NOTHING_YET
     values = "; ".join(f"{one.group}, {one.name}: {one.ratio:.3f}" for one in timed if not one.is_first)
     return _chart(
         [(f"{one.group} ({AXES[one.group].stage[:2]})", one.name, one, one.change) for one in timed],
@@ -255,11 +253,9 @@ def chart(shown: Sequence[Effect]) -> Chart | str:
     )
 
 
-def lever_chart(shown: Sequence[Effect]) -> Chart | str:
-    """Every lever's time over that of its stage as it is, a row a problem, with 95 % intervals."""
+def lever_chart(shown: Sequence[Effect]) -> Chart:
+    """Every lever's time over that of its stage as it is, a row a problem, with 95 % intervals; raises as `chart`."""
     timed = [one for one in shown if one.ratio is not None and not one.is_first]
-    if not timed:
-        return LEVER_NOT_MEASURED
     values = "; ".join(f"{one.name}, {one.record.problem.label}: {one.ratio:.3f}" for one in timed)
     ordered = sorted(timed, key=lambda one: (one.name, one.record.problem.head_dim, one.record.problem.mask != "full"))
     return _chart(
@@ -274,11 +270,12 @@ def lever_chart(shown: Sequence[Effect]) -> Chart | str:
 _OVER_STARTS = "with the 95 % interval of the ratio over starts, which is often narrower than the mark."
 
 
-def split_chart(shown: Sequence[Effect]) -> Chart | str:
-    """By how much each part's absence shortens a stage, in percent of its time, with 95 % intervals."""
+def split_chart(shown: Sequence[Effect]) -> Chart:
+    """By how much each part's absence shortens a stage, in percent of its time, with 95 % intervals.
+
+    Raises as `chart`.
+    """
     timed = [(one, share) for one in shown if (share := _share(one)) is not None]
-    if not timed:
-        return NOTHING_YET
     values = "; ".join(
         f"{one.group}, {one.record.problem.sizes} {_PART_TITLES[one.name]} {share.value:.1f} %" for one, share in timed
     )
@@ -295,6 +292,8 @@ def split_chart(shown: Sequence[Effect]) -> Chart | str:
 def _chart(rows: Sequence[tuple[str, str, Effect, Estimate | None]], *, name: str, **text: str) -> Chart:
     """Intervals by group: rows are group, title, effect, and what is drawn of it: its ratio, or of a part its share."""
     ratio = name != "time-split"
+    if not rows:
+        raise NoDataError.of(f"times to draw {name} of", "flashlab ablate" if ratio else "flashlab split")
     looks: Mapping[str, Look] = {"slower": "worse", "faster": "better"} if ratio else {}
     groups: dict[str, list[Interval]] = {}
     for group, title, one, drawn in rows:
@@ -380,8 +379,6 @@ _PARTS = (
 
 def levels_table(shown: Sequence[Effect]) -> str:
     """Every axis with its question, what was expected, and its levels, as Markdown."""
-    if not shown:
-        return NOTHING_YET
     text: list[str] = []
     for (name, problem), levels in grouped(shown, lambda one: (one.group, one.record.problem)).items():
         axis = AXES[name]
@@ -405,8 +402,6 @@ def lever_table(shown: Sequence[Effect], name: str) -> str:
 
 def split_table(shown: Sequence[Effect]) -> str:
     """Every stage's time without each part, and the share that goes with it, as a Markdown table."""
-    if not shown:
-        return NOTHING_YET
     rows: list[dict[str, object]] = []
     for (stage, problem), parts in grouped(shown, lambda one: (one.group, one.record.problem)).items():
         row: dict[str, object] = {"stage": stage, "problem": problem.sizes}
@@ -465,17 +460,16 @@ def _agreed(title: str, found: Sequence[Effect]) -> list[str | int]:
 # --- The pages --------------------------------------------------------------------------------------------------------
 
 
-def method_page(out: Output, shown: select.Results | None, data: Path) -> None:
+def method_page(out: Output, shown: select.Results, data: Path) -> None:
     """Whether effects measured again agree."""
-    out.snippet("agreement.md", agreement(shown.gpu, data) if shown else NOTHING_YET)
+    out.snippet("agreement.md", agreement(shown.gpu, data))
 
 
-def levers_page(out: Output, shown: select.Results | None, data: Path) -> None:
+def levers_page(out: Output, shown: select.Results, data: Path) -> None:
     """Every lever: its question, its diff, what was expected and the result on each GPU that it was measured on."""
     page = "levers.md"
     of_gpus = [lever_effects(store.records(gpu, schema.Ablation, data)) for gpu in store.gpus(data, "ablations")]
-    drawn = lever_chart(of_gpus[0] if of_gpus else [])
-    out.snippet("levers-chart.md", drawn if isinstance(drawn, str) else out.chart(drawn, page))
+    out.snippet("levers-chart.md", out.drawn(page, lever_chart, next(iter(of_gpus), ())) or LEVER_NOT_MEASURED)
     parts = []
     for lever in levers.choose():
         tables = []

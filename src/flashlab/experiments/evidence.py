@@ -205,11 +205,6 @@ class Records:
         return f"{line.path.relative_to(self.data).as_posix()}:{line.number}"
 
     @cached_property
-    def ceilings(self) -> list[Row]:
-        """Readings of the GPU's limits, oldest first."""
-        return [row for row in self.rows("runs") if isinstance(row, Ceiling)]
-
-    @cached_property
     def measurements(self) -> list[Row]:
         """Stages, dead ends and libraries, oldest first; not a stage's second row, with the log-sum-exp on."""
         return [row for row in self.rows("runs") if isinstance(row, Measurement) and not row.with_lse]
@@ -253,7 +248,8 @@ class Records:
         if any("[" in name for name in group):
             return self.levels(entry.axis, group)
         if ceilings.CEILINGS.keys() >= set(group):
-            return by_start(self.ceilings, lambda row: row.name, group, "flashlab bench --suite smoke")
+            limits = (row for row in self.rows("runs") if isinstance(row, Ceiling))
+            return by_start(limits, lambda row: row.name, group, "flashlab bench --suite smoke")
         if entry.quantity == "call_time":
             calls = (row for row in self.rows("calls") if row.problem == entry.problem)
             return by_start(calls, lambda row: row.name, group, "flashlab claims --measure")

@@ -54,6 +54,7 @@ from flashlab.record import store
 from flashlab.record.schema import Call
 from flashlab.run import gpu as gpus
 from flashlab.show import tables
+from flashlab.show.notebook import NOTHING_YET
 from flashlab.show.pages import Output, stage_link
 from flashlab.verify.oracle import make_torch_inputs
 
@@ -445,12 +446,7 @@ def verdicts(
     data: Path = DATA,
     follow: Callable[[Collection[str]], Iterable[str]] = iter,
 ) -> tuple[Verdict, ...]:
-    """The verdict on every claim from a GPU's records, in the claims' order; `follow` sees their ids go by.
-
-    Raises:
-        NoDataError: the GPU has no run.
-    """
-    store.require_runs(gpu, data)
+    """The verdict on every claim from a GPU's records, in the claims' order; `follow` sees their ids go by."""
     on_record = Records(gpu, data)
     by_id = {claim.id: claim for claim in read()}
     return tuple(evaluate(by_id[claim_id], on_record) for claim_id in follow(by_id))
@@ -611,11 +607,6 @@ def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 
 # --- Tables -----------------------------------------------------------------------------------------------------------
 
 
-NOTHING_YET = (
-    "**Nothing has been measured yet.** No GPU has records that could judge the claims; `flashlab bench` makes some."
-)
-
-
 def summary(verdicts: Sequence[Verdict]) -> str:
     """How many claims of each document got each verdict, as a Markdown table."""
     by_document = grouped(verdicts, lambda one: one.source.partition(" § ")[0])
@@ -755,7 +746,7 @@ def table(
     return tables.table(columns, verdicts)
 
 
-def page(out: Output, results: Results | None, data: Path) -> None:
+def page(out: Output, results: Results, data: Path) -> None:
     """The claims with their verdicts, each with links to its records and to the pages of its stages."""
     rules = [(f"`{name}`", rule.words) for name, rule in RULES.items()]
     out.snippet("ledger-rules.md", tables.markdown(("rule", "what it says"), rules, left=2))
@@ -772,7 +763,7 @@ def page(out: Output, results: Results | None, data: Path) -> None:
     out.snippet("ledger-sources.md", sources.tables_of(sources.read()))
     out.text("data/sources.csv", sources.SOURCES.read_text(encoding="utf-8"))
     out.text("data/rules_log.json", rules_log.LOG.read_text(encoding="utf-8"))
-    if results is None:
+    if not results:
         out.snippet("ledger.md", NOTHING_YET)
         out.snippet("ledger-changed.md", NOTHING_YET)
         return

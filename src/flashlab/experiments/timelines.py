@@ -7,7 +7,6 @@ free and last as long as a copy of their size alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -107,6 +106,8 @@ def draw(stage_id: str, readings: Mapping[str, ChipReading], data: Path) -> Char
     Raises:
         NoDataError: readings or ceilings are missing.
     """
+    if not readings:
+        raise NoDataError.of("readings of an SM's units", "flashlab chip")
     problem, stage, gpu = Problem.parse(FIRST_SHAPE), registry.get(stage_id), next(iter(readings.values())).gpu
     ceilings = store.newest_ceilings(gpu.slug, data)
     rates = cycle_model.rates_of(readings, ceilings)
@@ -155,16 +156,17 @@ def draw(stage_id: str, readings: Mapping[str, ChipReading], data: Path) -> Char
     )
 
 
-def page(out: Output, shown: Results | None, data: Path) -> None:
+def page(out: Output, shown: Results, data: Path) -> None:
     """Every timeline, for its stage's page and the journey: of the GPU that is shown, where its units were read."""
-    slugs = sorted(store.gpus(data, "chip"), key=lambda slug: shown is None or slug != shown.gpu)
+    slugs = sorted(store.gpus(data, "chip"), key=lambda slug: slug != shown.gpu)
+    readings = chip.newest(slugs[0] if slugs else "", data)
     for stage_id in NOTES:
-        chart = None
-        with suppress(NoDataError):
-            chart = draw(stage_id, chip.newest(slugs[0] if slugs else "", data), data)
+        try:
+            chart, missing = draw(stage_id, readings, data), ""
+        except NoDataError as error:
+            chart, missing = None, f"*{error}*"
         for folder, page in (("stages", f"stages/{stage_id}.md"), ("journey", journey.PAGE)):
-            drawn = out.chart(chart, page) if chart else cycle_tables.NOTHING_YET
-            out.snippet(f"timelines/{folder}/{stage_id}.md", drawn)
+            out.snippet(f"timelines/{folder}/{stage_id}.md", out.chart(chart, page) if chart else missing)
 
 
 PAGES = {"timelines": page}

@@ -27,6 +27,7 @@ from flashlab.record import schema, store
 from flashlab.record.schema import Measurement, Reading, Samples
 from flashlab.show import charts, tables
 from flashlab.show.charts import Chart
+from flashlab.show.notebook import NOTHING_YET
 from flashlab.show.tables import Column, mhz, number, table
 
 if TYPE_CHECKING:
@@ -41,18 +42,6 @@ ENOUGH_SAMPLES = 20_000
 """What a GPU's data is to hold, in raw samples of stages and libraries."""
 STARTS = 3
 """On so many separate starts the first shape's ladder is to be measured."""
-NOTHING_YET = (
-    "**Nothing has been measured yet.** No reading by other timers is on record for this GPU; "
-    "`flashlab method` on it makes some."
-)
-_NO_STARTS = (
-    "**Nothing has been measured yet.** No stage is on record from two separate starts of a machine with this GPU. "
-    f"`flashlab bench --suite first`, with the same code once on each of {STARTS} starts, gives what lies between them."
-)
-_NO_CLOCKS = (
-    "**Nothing has been measured yet.** No row on record has the clock in its calls both in bursts and under sustained "
-    "load. `flashlab bench --suite peers` makes such rows."
-)
 
 
 # --- Readings ---------------------------------------------------------------------------------------------------------
@@ -183,13 +172,13 @@ def between_percent(of_starts: Sequence[float | None]) -> float | None:
     return 100 * (max(known) / min(known) - 1) if len(known) == len(of_starts) else None
 
 
-def spreads(gpu_slug: str | None, data: Path = DATA) -> tuple[Spread, ...]:
+def spreads(gpu_slug: str, data: Path = DATA) -> tuple[Spread, ...]:
     """What was measured on at least two separate starts on normal inputs, by problem, in the ladder's order.
 
     A row counts when it names its start and has burst samples with a hot L2; of each start, those of
     `select.by_start`.
     """
-    rows = (row for row in store.measurements(gpu_slug or "", data) if row.kind == "peer" or row.name in registry.RUNGS)
+    rows = (row for row in store.measurements(gpu_slug, data) if row.kind == "peer" or row.name in registry.RUNGS)
     timed = (row for row in rows if row.problem.inputs == NORMAL and row.start and row.samples_of())
     found: list[Spread] = []
     for (_, name), same in grouped(timed, lambda row: (row.problem, row.name)).items():
@@ -203,13 +192,8 @@ def spreads(gpu_slug: str | None, data: Path = DATA) -> tuple[Spread, ...]:
 # --- Pages ------------------------------------------------------------------------------------------------------------
 
 
-def _pools(gpu_slug: str | None, data: Path, inputs: str | None = "normal") -> list[Reading]:
-    """Those of a GPU on some inputs; of any inputs where None."""
-    return [p for p in pools(store.records(gpu_slug or "", schema.Reading, data)) if inputs in (None, p.inputs)]
-
-
-def _bursts(gpu_slug: str | None, data: Path) -> list[Reading]:
-    return [pool for pool in _pools(gpu_slug, data) if state(pool) != "sustained"]
+def _bursts(found: Iterable[Reading]) -> list[Reading]:
+    return [pool for pool in found if pool.inputs == NORMAL and state(pool) != "sustained"]
 
 
 def _title(name: str) -> str:
@@ -228,8 +212,6 @@ def _page(
         rows: each with its problem and what it is sorted by there.
         above: what stands above a table of rows.
     """
-    if not rows:
-        return NOTHING_YET
     parts = []
     for one in sorted(dict.fromkeys(pool.problem for pool in found), key=lambda one: -one.flops):
         mine = [row for _, _, row in sorted((row for row in rows if row[0] == one), key=lambda row: row[1])]
@@ -239,16 +221,16 @@ def _page(
     return "\n".join([*parts, f"*{source}*\n"])
 
 
-def missing_timers(gpu_slug: str | None, data: Path = DATA) -> str:
-    """The timers that gave no reading on this GPU and what installs them, as a sentence; empty where all did."""
-    there = {pool.timer for pool in _pools(gpu_slug, data, None)}
+def missing_timers(found: Iterable[Reading]) -> str:
+    """The timers that gave no reading and what installs them, as a sentence; empty where all or none did."""
+    there = {pool.timer for pool in found}
     lacking = [f"{TIMERS[timer]} (`pip install {name}`)" for timer, name in INSTALLS.items() if timer not in there]
     return f"**No reading on record:** {', '.join(lacking)}.\n" if there and lacking else ""
 
 
-def timers_table(gpu_slug: str | None, data: Path = DATA) -> str:
+def timers_table(found: Sequence[Reading]) -> str:
     """Other timers beside CUDA events on random inputs, a table a problem, each difference with what explains it."""
-    found = _bursts(gpu_slug, data)
+    found = _bursts(found)
 
     def above(rows: Sequence[Comparison]) -> str:
         agreeing = sum(one.agrees for one in rows)
@@ -267,12 +249,17 @@ def timers_table(gpu_slug: str | None, data: Path = DATA) -> str:
     return _page(found, columns, rows, above)
 
 
-def timers_chart(gpu_slug: str | None, data: Path = DATA) -> Chart | str:
-    """The ratios of `timers_table` as a figure; a sentence where there is none."""
-    found = _bursts(gpu_slug, data)
+def timers_chart(found: Sequence[Reading]) -> Chart:
+    """The ratios of `timers_table` as a figure.
+
+    Raises:
+        NoDataError: there is none.
+    """
+    found = _bursts(found)
     compared = comparisons(found)
     if not compared:
-        return NOTHING_YET
+        raise NoDataError.of("readings by other timers beside CUDA events", "flashlab method")
+    gpu_slug = found[0].gpu.slug
     series: dict[str, dict[str, tuple[float, float, float]]] = {}
     for one in sorted(compared, key=lambda one: (-one.ours.problem.flops, one.other.timer)):
         gain = one.ratio.percent_gain()
@@ -291,9 +278,9 @@ def timers_chart(gpu_slug: str | None, data: Path = DATA) -> Chart | str:
     )
 
 
-def zeros_table(gpu_slug: str | None, data: Path = DATA) -> str:
+def zeros_table(found: Sequence[Reading]) -> str:
     """Zeros beside random normal inputs, by CUDA events: time, clock and power."""
-    found = [pool for pool in _pools(gpu_slug, data, None) if pool.timer == "events"]
+    found = [pool for pool in found if pool.timer == "events"]
     pairs = _against(found, lambda pool: (pool.name, pool.problem, state(pool)), lambda pool: pool.inputs == "normal")
     columns = [
         Column("", "0.name", _title),
@@ -310,9 +297,9 @@ def zeros_table(gpu_slug: str | None, data: Path = DATA) -> str:
     return _page(found, columns, [(pair[0].problem, states.index(state(pair[0])), pair) for pair in pairs])
 
 
-def cache_table(gpu_slug: str | None, data: Path = DATA) -> str:
+def cache_table(found: Sequence[Reading]) -> str:
     """A cold L2 beside a hot one, random inputs, by every timer that was read."""
-    found = _bursts(gpu_slug, data)
+    found = _bursts(found)
     pairs = _against(
         found, lambda pool: (pool.name, pool.problem, pool.timer), lambda pool: pool.samples.cache == "hot"
     )
@@ -326,12 +313,12 @@ def cache_table(gpu_slug: str | None, data: Path = DATA) -> str:
     return _page(found, columns, [(pair[0].problem, list(TIMERS).index(pair[0].timer), pair) for pair in pairs])
 
 
-def clock_table(gpu_slug: str | None, data: Path = DATA) -> str:
-    """The SM clock in bursts and under sustained load, power, and what held it back, from the measured rows."""
-    try:
-        shown = select.load(gpu_slug or "", data)
-    except NoDataError:
-        return _NO_CLOCKS
+def clock_table(shown: Results) -> str:
+    """The SM clock in bursts and under sustained load, power, and what held it back, from the measured rows.
+
+    Raises:
+        NoDataError: no row has the clock in its calls in both.
+    """
     columns = [
         Column("", lambda row: tables.title(row[0])),
         Column("MHz after a burst", lambda row: median(row[1].sm_clock_mhz) if row[1].sm_clock_mhz else None, mhz),
@@ -351,14 +338,13 @@ def clock_table(gpu_slug: str | None, data: Path = DATA) -> str:
         rows = [(r, b, s) for r, b, s in states if b and s and b.call_clock_mhz and s.call_clock_mhz]
         if rows:
             text.append(f"### {problem.label}\n\n{table(columns, rows)}")
-    return "\n".join(text) or _NO_CLOCKS
+    if not text:
+        raise NoDataError.of("clocks in calls, burst and sustained", select.bench("peers", "sustained"))
+    return "\n".join(text)
 
 
-def spread_table(gpu_slug: str | None, data: Path = DATA) -> str:
+def spread_table(found: Iterable[Spread]) -> str:
     """Every stage and library on separate starts: median of each, spread within and between, a table a problem."""
-    found = spreads(gpu_slug, data)
-    if not found:
-        return _NO_STARTS
 
     def start(index: int) -> Callable[[Spread], float | None]:
         return lambda rows: samples(rows)[index].median_us if index < len(rows) else None
@@ -393,12 +379,16 @@ def _starts_line(found: Sequence[Spread], columns: int) -> str:
     )
 
 
-def spread_chart(gpu_slug: str | None, data: Path = DATA, *, mask: Mask = "full") -> Chart | str:
-    """Each start's median and 5th to 95th percentile beside the mean of the starts; a sentence where there is none."""
+def spread_chart(found: Iterable[Spread], *, mask: Mask = "full") -> Chart:
+    """Each start's median and 5th to 95th percentile at the first shape beside the mean of the starts.
+
+    Raises:
+        NoDataError: nothing was measured there on two.
+    """
     problem = Problem.parse(FIRST_SHAPE, mask=mask)
-    found = [rows for rows in spreads(gpu_slug, data) if rows[0].problem == problem]
+    found = [rows for rows in found if rows[0].problem == problem]
     if not found:
-        return _NO_STARTS
+        raise NoDataError.of(f"{problem.label} on separate starts of a machine", "flashlab bench --suite first")
     series: dict[str, dict[str, tuple[float, float, float]]] = {}
     for one in found:
         middle = fmean(taken.median_us for taken in samples(one))
@@ -417,10 +407,10 @@ def spread_chart(gpu_slug: str | None, data: Path = DATA, *, mask: Mask = "full"
     )
 
 
-def samples_page(out: Output, shown: Results | None, data: Path) -> None:
+def samples_page(out: Output, shown: Results, data: Path) -> None:
     """How many raw samples are on record, a line a GPU."""
     lines = [f"- {samples_line(slug, data)}" for slug in store.gpus(data)]
-    out.snippet("samples.md", "\n".join(lines) if shown else NOTHING_YET)
+    out.snippet("samples.md", "\n".join(lines) or NOTHING_YET)
 
 
 PAGES = {"timers": samples_page}
@@ -440,15 +430,14 @@ def samples_line(gpu_slug: str, data: Path = DATA) -> str:
     return text
 
 
-def summary(gpu_slug: str | None, data: Path = DATA) -> dict[str, Any]:
-    """What the notebook found, in numbers: samples, agreement of timers, spread between starts."""
-    compared = comparisons(_pools(gpu_slug, data))
+def summary(found: Iterable[Reading], starts: Iterable[Spread]) -> dict[str, Any]:
+    """What the notebook found, in numbers: agreement of timers, spread between starts."""
+    compared = comparisons(pool for pool in found if pool.inputs == NORMAL)
     return {
-        "samples": sum(store.count_samples(gpu_slug, data).values()) if gpu_slug else 0,
         "compared": len(compared),
         "agreeing": sum(one.agrees for one in compared),
         "between_starts_percent": {
             f"{rows[0].name} {rows[0].problem.label}": between_percent([one.median_us for one in samples(rows)])
-            for rows in spreads(gpu_slug, data)
+            for rows in starts
         },
     }

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 
-from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.paths import DATA
 from flashlab.core.problem import WITHOUT_FEATURES, Problem, Regime, suite
@@ -27,6 +26,7 @@ from flashlab.query.select import (
     problem_order,
     rate,
     select,
+    speedup,
 )
 from flashlab.record import store
 from flashlab.record.schema import Measurement
@@ -45,37 +45,47 @@ _NEAR = 1.05
 class Contest:
     """A stage and a library on one problem in one regime, rows of one run."""
 
-    run: str
-    stage: str
-    stage_us: float
-    """Median time of one call."""
-    stage_clock_mhz: float | None
-    """Median SM clock over the calls; None where it was not measured."""
-    peer: str
-    peer_us: float
-    peer_clock_mhz: float | None
-    stage_percent_of_peak: float | None = None
-    """Its rate, percent of what the tensor cores do at that clock; None where clock or GPU are not known."""
-    peer_percent_of_peak: float | None = None
-    peer_lse: bool | None = None
-    """Whether the library writes a log-sum-exp, as its row says; None where that does not."""
-    stage_lse_us: float | None = None
-    """Median time of the stage with the log-sum-exp on, in the same run; None where it was not taken."""
+    regime: Regime
+    stage: Measurement
+    peer: Measurement
+    with_lse: Measurement | None = None
+    """The stage with the log-sum-exp on, in the same run; None where it was not taken."""
     worst_ratio: float | None = None
     """Of `trained` inputs, the least ratio of any layer, there to the library that is the fastest on it; else None."""
     worst_layer: int | None = None
     """The layer of the model that it is of."""
 
     @property
+    def run(self) -> str:
+        """The run of both."""
+        return self.stage.run
+
+    @property
     def ratio(self) -> float:
         """How many times faster the stage is: the ratio of the medians."""
-        return self.peer_us / self.stage_us
+        return speedup(self.stage, self.peer, self.regime) or math.nan
 
     @property
     def adjusted_ratio(self) -> float | None:
         """The same with the log-sum-exp on for both, or off for both; None where that is not on record."""
-        ours = self.stage_lse_us if self.peer_lse else self.stage_us
-        return None if self.peer_lse is None or ours is None else self.peer_us / ours
+        ours = self.with_lse if self.peer.lse else self.stage
+        return None if self.peer.lse is None else speedup(ours, self.peer, self.regime)
+
+    def flat(self) -> dict[str, object]:
+        """Both sides and their ratios by name, as `flashlab results --against-peers --json` prints them."""
+        sides: dict[str, object] = {
+            name: value
+            for side, row in (("stage", self.stage), ("peer", self.peer))
+            for name, value in (
+                (f"best_{side}", row.name),
+                (f"{side}_median_us", median_us(row, self.regime)),
+                (f"{side}_tflops", rate(row, self.regime)),
+                (f"{side}_call_clock_mhz", call_clock(row, self.regime)),
+                (f"{side}_percent_of_peak", percent_of_peak(row, self.regime)),
+            )
+        }
+        ratios = {"ratio": self.ratio, "adjusted_ratio": self.adjusted_ratio, "peer_writes_lse": self.peer.lse}
+        return sides | ratios | {"worst_ratio": self.worst_ratio, "worst_layer": self.worst_layer}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,28 +115,9 @@ class AgainstPeers:
     def flat(self) -> dict[str, object]:
         """As `flashlab results --against-peers --json` prints it: None where there is nothing to say."""
         problem = self.problem
-
-        def answer(contest: Contest | None) -> dict[str, object] | None:
-            if contest is None:
-                return None
-            return {
-                "best_stage": contest.stage,
-                "stage_median_us": contest.stage_us,
-                "stage_tflops": problem.tflops(contest.stage_us),
-                "stage_call_clock_mhz": contest.stage_clock_mhz,
-                "stage_percent_of_peak": contest.stage_percent_of_peak,
-                "best_peer": contest.peer,
-                "peer_median_us": contest.peer_us,
-                "peer_tflops": problem.tflops(contest.peer_us),
-                "peer_call_clock_mhz": contest.peer_clock_mhz,
-                "peer_percent_of_peak": contest.peer_percent_of_peak,
-                "ratio": contest.ratio,
-                "adjusted_ratio": contest.adjusted_ratio,
-                "peer_writes_lse": contest.peer_lse,
-                "worst_ratio": contest.worst_ratio,
-                "worst_layer": contest.worst_layer,
-            }
-
+        burst, sustained, named, named_sustained = (
+            contest and contest.flat() for contest in (self.burst, self.sustained, self.named, self.named_sustained)
+        )
         return {
             "shape": problem.shape,
             "dtype": problem.dtype,
@@ -136,13 +127,13 @@ class AgainstPeers:
             "sustained_run": self.sustained.run if self.sustained else None,
             "dirty": self.dirty,
             "reason": self.reason,
-            **(answer(self.burst) or {"best_stage": None, "best_peer": None, "ratio": None, "adjusted_ratio": None}),
-            "sustained": answer(self.sustained),
+            **(burst or dict.fromkeys(("best_stage", "best_peer", "ratio", "adjusted_ratio"))),
+            "sustained": sustained,
             "against_named": {
                 "peers": list(NAMED_PEERS),
-                "burst": answer(self.named),
+                "burst": named,
                 "run": self.named.run if self.named else None,
-                "sustained": answer(self.named_sustained),
+                "sustained": named_sustained,
                 "sustained_run": self.named_sustained.run if self.named_sustained else None,
             },
         }
@@ -160,8 +151,8 @@ def percent_of_peak(row: Measurement, regime: Regime = "burst") -> float | None:
 
 def _contest(rows: Sequence[Measurement], regime: Regime, second: _Second | None = None) -> Contest | None:
     stage, peer = fastest_stage(rows, regime), fastest_peer(rows, regime)
-    ours, theirs = (row.samples_of(regime) if row else None for row in (stage, peer))
-    if stage is None or peer is None or ours is None or theirs is None:
+    ours = stage.samples_of(regime) if stage else None
+    if stage is None or peer is None or ours is None:
         return None
     worst_ratio, worst_layer = None, None
     if stage.problem.inputs == TRAINED:
@@ -172,17 +163,10 @@ def _contest(rows: Sequence[Measurement], regime: Regime, second: _Second | None
             for layer, (peer_us, our_us) in enumerate(zip(fastest_us, ours.time_us, strict=True))
         )
     return Contest(
-        run=stage.run,
-        stage=stage.name,
-        stage_us=ours.median_us,
-        stage_clock_mhz=call_clock(stage, regime),
-        stage_percent_of_peak=percent_of_peak(stage, regime),
-        stage_lse_us=median_us((second or {}).get((stage.run, stage.problem, stage.name)), regime),
-        peer=peer.name,
-        peer_us=theirs.median_us,
-        peer_clock_mhz=call_clock(peer, regime),
-        peer_percent_of_peak=percent_of_peak(peer, regime),
-        peer_lse=peer.lse,
+        regime=regime,
+        stage=stage,
+        peer=peer,
+        with_lse=(second or {}).get((stage.run, stage.problem, stage.name)),
         worst_ratio=worst_ratio,
         worst_layer=worst_layer,
     )
@@ -198,14 +182,8 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
     is the best in bursts, or within a percent of it: without one, a ratio would say too much. (torch's own choice is
     often cuDNN, and ahead of it or behind by nothing but chance.)
     Sessions from before the last rung that this GPU has measured take no part, nor do edited copies of a stage.
-
-    Raises:
-        NoDataError: the GPU has no measurement.
     """
-    store.require_runs(gpu, data)
     session_of, rows = sessions(gpu, data), store.records(gpu, Measurement, data)
-    if not rows:
-        raise NoDataError(f"wanted a run of GPU {gpu!r} with measurements, found none under {data / gpu / 'runs'}")
     off_ladder = {row.run for row in rows if is_off_ladder(row)}
     every = [row for row in rows if row.run not in off_ladder]
     second = {(row.run, row.problem, row.name): row for row in every if row.with_lse and row.status == "ok"}
@@ -252,23 +230,6 @@ class Featured:
     peer: Measurement | None
     """The fastest library on the problem; None where none of those that ran takes it."""
 
-    @property
-    def times_us(self) -> tuple[float | None, ...]:
-        """Median burst times of the three."""
-        return tuple(map(median_us, (self.stage, self.without, self.peer)))
-
-    @property
-    def over_without(self) -> float | None:
-        """How many times faster the stage is than without them."""
-        ours, without, _ = self.times_us
-        return without / ours if ours and without else None
-
-    @property
-    def over_peer(self) -> float | None:
-        """How many times faster the stage is than the library."""
-        ours, _, theirs = self.times_us
-        return theirs / ours if ours and theirs else None
-
 
 def featured(shown: Results) -> tuple[Featured, ...]:
     """Problems with a window or a soft cap, of the run that tried most stages at each; of several, the newest."""
@@ -307,11 +268,7 @@ def accuracy(gpu: str, data: Path = DATA) -> tuple[Accuracy, ...]:
 
     Each is of the newest run that checked a stage of the ladder and one of `REFERENCES` there, since a run compares the
     same rows of all; may be empty.
-
-    Raises:
-        NoDataError: the GPU has no run.
     """
-    store.require_runs(gpu, data)
     shapes = {problem.shape for problem in MAIN}
     every = store.measurements(gpu, data)
     rows = [row for row in every if row.kind == "peer" or row.name in registry.STAGES]
@@ -383,8 +340,7 @@ class Across:
 
     def ratio(self, gpu: str, base: str, regime: Regime = "burst") -> float | None:
         """How many times as fast it is on `gpu` as on `base`; None where one of the two has no such time."""
-        ours_us, theirs_us = (median_us(self.rows.get(one), regime) for one in (gpu, base))
-        return theirs_us / ours_us if ours_us and theirs_us else None
+        return speedup(self.rows.get(gpu), self.rows.get(base), regime)
 
 
 def across_gpus(everything: Sequence[Results]) -> tuple[Across, ...]:

@@ -43,38 +43,36 @@ def scores(shown: Results, stages: Iterable[Stage] | None = None) -> list[Scored
     found = []
     for stage in every:
         for expected in stage.expected:
-            mine, base = _rows(stage, expected, shown)
-            rate, under = select.rate(mine), select.rate(base)
-            if expected.of == "ratio":
-                rate = rate / under if rate and under else None
-            run = mine.run if mine and rate else ""
-            found.append(Scored(stage=stage, expected=expected, measured=rate, run=run))
+            problem, over = expected.problem, expected.over or stage.parent or stage.id
+            other = problem if expected.over_inputs is None else replace(problem, inputs=expected.over_inputs)
+            if expected.of == "tflops":
+                mine, _ = pair(shown, problem, stage.id, stage.id)
+                measured = select.rate(mine)
+            else:
+                mine, base = pair(shown, problem, stage.id, over, other)
+                measured = select.speedup(mine, base)
+            run = mine.run if mine and measured else ""
+            found.append(Scored(stage=stage, expected=expected, measured=measured, run=run))
     return found
 
 
-def _rows(stage: Stage, expected: Expected, shown: Results) -> tuple[Measurement | None, Measurement | None]:
-    """The row of a stage and the one that its ratio is over: those that pages show where both are of one session."""
-    problem, over = expected.problem, expected.over or stage.parent or stage.id
-    other = problem if expected.over_inputs is None else replace(problem, inputs=expected.over_inputs)
-    if expected.of == "tflops":
-        over, other = stage.id, problem
-    rows = shown.problems.get(problem, ())
-    by_name = {row.name: row for row in rows if row.samples_of()}
-    mine, base = by_name.get(stage.id), by_name.get(over)
-    if other == problem and mine and base and (mine is base or select.parent_of(mine, rows) is base):
-        return mine, base
-    return of_one_run(stage.id, problem, over, other, shown.records)
-
-
-def of_one_run(
-    name: str, problem: Problem, over: str, other: Problem, records: Iterable[Measurement]
+def pair(
+    shown: Results, problem: Problem, name: str, over: str, other: Problem | None = None
 ) -> tuple[Measurement | None, Measurement | None]:
-    """The rows of both in the newest run that timed both; None twice where none did."""
+    """The timed rows of two stages at a problem, the second at `other` where that is given; None twice without them.
+
+    Those that pages show where both are of one session, else those of the newest run that timed both.
+    """
+    rows = shown.rows(problem)
+    by_name = {row.name: row for row in rows if row.samples_of()}
+    mine, base = by_name.get(name), by_name.get(over)
+    if other in (None, problem) and mine and base and (mine is base or select.parent_of(mine, rows) is base):
+        return mine, base
 
     def timed(name: str, at: Problem) -> dict[str, Measurement]:
-        rows = (row for row in records if row.name == name and row.problem == at and not row.with_lse)
-        return {row.run: row for row in rows if row.samples_of()}
+        every = (row for row in shown.records if row.name == name and row.problem == at and not row.with_lse)
+        return {row.run: row for row in every if row.samples_of()}
 
-    mine, base = timed(name, problem), timed(over, other)
-    run = max(mine.keys() & base.keys(), default="")
-    return mine.get(run), base.get(run)
+    ours, theirs = timed(name, problem), timed(over, other or problem)
+    run = max(ours.keys() & theirs.keys(), default="")
+    return ours.get(run), theirs.get(run)

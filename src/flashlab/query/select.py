@@ -275,6 +275,9 @@ class Results:
     sessions: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Of their runs."""
 
+    def __bool__(self) -> bool:
+        return bool(self.records or self.ceilings)
+
     @property
     def name(self) -> str:
         """Product name of the GPU."""
@@ -317,25 +320,14 @@ class Results:
     def rows(
         self, problem: Problem | None = None, *, stage_ids: Sequence[str] | None = None
     ) -> tuple[Measurement, ...]:
-        """Rows of `problem` (of `first`, where None), without the stages that `stage_ids` leaves out.
-
-        Raises:
-            NoDataError: the problem was not measured on this GPU.
-        """
+        """Rows of `problem` (of `first`, where None), without the stages that `stage_ids` leaves out; may be empty."""
         wanted = problem or self.first
-        if wanted is None or wanted not in self.problems:
-            known = "; ".join(p.label for p in self.problems) or "none yet"
-            raise NoDataError(
-                f"wanted measurements of {wanted.label if wanted else 'any problem'} on {self.gpu}, found none. "
-                f"Measured: {known}."
-            )
-        rows = self.problems[wanted]
+        rows = self.problems.get(wanted, ()) if wanted else ()
         return rows if stage_ids is None else tuple(r for r in rows if r.kind == "peer" or r.name in stage_ids)
 
     def with_last_rung(self) -> dict[Problem, tuple[Measurement, ...]]:
         """The problems at which the last stage of `first` was timed too: elsewhere the fastest is an older one."""
-        ladder = self.rows() if self.first else ()
-        last = [row.name for row in ladder if row.kind == "stage" and rate(row) is not None][-1:]
+        last = [row.name for row in self.rows() if row.kind == "stage" and rate(row) is not None][-1:]
         return {
             problem: rows
             for problem, rows in self.problems.items()
@@ -355,8 +347,7 @@ class Results:
         percentage compares rows of one element type.
         """
         of = problem or self.first
-        rows = self.problems.get(of, ()) if of else ()
-        lacking = {(row.run, row.name) for row in rows if row.kind == "peer" and row.status == "unsupported"}
+        lacking = {(row.run, row.name) for row in self.rows(of) if row.kind == "peer" and row.status == "unsupported"}
         if of is None or not lacking:
             return ()
         beside: dict[str, Measurement] = {}
@@ -454,6 +445,12 @@ def rate(row: Measurement | None, regime: Regime = "burst", cache: Cache = "hot"
     """TFLOP/s at the median time; None where there is no row, or it has no such time."""
     time_us = median_us(row, regime, cache)
     return row.problem.tflops(time_us) if row and time_us else None
+
+
+def speedup(ours: Timed | None, other: Timed | None, regime: Regime = "burst", cache: Cache = "hot") -> float | None:
+    """How many times as fast `ours` is as `other`: the ratio of the medians; None where either has no such time."""
+    our_us, other_us = (median_us(row, regime, cache) for row in (ours, other))
+    return other_us / our_us if our_us and other_us else None
 
 
 def ordered(rows: Iterable[Measurement]) -> tuple[Measurement, ...]:
@@ -563,11 +560,7 @@ def off_ladder(
     """Dead ends, or those other `stages`, and what was measured with them, by problem; empty where none was timed.
 
     Rungs of the ladder come first, then those off it, each before its variants, then libraries, the fastest first.
-
-    Raises:
-        NoDataError: the GPU has no run.
     """
-    store.require_runs(gpu, data)
     place = {name: position for position, name in enumerate((*registry.STAGES, *_OFF_LADDER))}
 
     def position(row: Measurement) -> tuple[int, str]:
@@ -585,9 +578,6 @@ def beyond(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> 
     """What `load` leaves to other pages, by problem: stages off the ladder, and problems with a window or a soft cap.
 
     Chosen as there, by `OFF_LADDER`, `DECODING` and `LADDER`; of one problem the last of these counts.
-
-    Raises:
-        NoDataError: the GPU has no run.
     """
     beside, decoding, ladder = (replace(one, inputs=tuple(inputs)) for one in (OFF_LADDER, DECODING, LADDER))
     return {
@@ -604,12 +594,7 @@ def _selected(gpu: str, data: Path, policy: Policy) -> dict[Problem, tuple[Measu
 
 
 def load(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> Results:
-    """What is shown of `gpu`, on these kinds of inputs.
-
-    Raises:
-        NoDataError: it has no run.
-    """
-    store.require_runs(gpu, data)
+    """What is shown of `gpu`, on these kinds of inputs; false where nothing is on record."""
     try:
         machine = Machine.model_validate_json((data / gpu / "machine.json").read_bytes())
     except (OSError, ValueError):

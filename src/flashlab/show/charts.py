@@ -10,7 +10,6 @@ Colours are Okabe and Ito's, which stay apart for every common colour blindness;
 from __future__ import annotations
 
 import html
-import json
 import math
 import re
 from base64 import b64encode
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 from io import BytesIO, StringIO
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict
 
 from flashlab.core.errors import NoDataError
 from flashlab.core.problem import STANDARD_SHAPES, Problem, Regime, suite
@@ -67,9 +68,10 @@ PAPER = "#fefdfe"
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'Noto Sans', Arial, sans-serif"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chart:
+class Chart(BaseModel):
     """A figure, ready to show."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     """File name stem, unique within a report."""
@@ -94,20 +96,17 @@ class Chart:
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, object]:
         """For a notebook: a figure with its caption, and all there is of it for the site."""
-        whole = vars(self) | {"data_files": list(self.data_files), "svg": dict(self.svg)}
         picture = b64encode(self.svg["wide"].encode()).decode()
         figure = (
             f'<figure style="margin: 0"><img alt="{html.escape(self.alt)}" style="max-width: 100%" '
             f'src="data:image/svg+xml;base64,{picture}" /><figcaption>{html.escape(self.caption)}<br />'
             f"<small>{html.escape(self.provenance)}</small></figcaption></figure>"
         )
-        return {"text/html": figure, "text/plain": f"{self.caption} {self.provenance}".strip(), MIME: whole}
-
-    @classmethod
-    def from_mime(cls, payload: str | Mapping[str, Any]) -> Chart:
-        """The chart in a notebook's output."""
-        whole = dict(json.loads(payload) if isinstance(payload, str) else payload)
-        return cls(**whole | {"data_files": tuple(whole["data_files"])})
+        return {
+            "text/html": figure,
+            "text/plain": f"{self.caption} {self.provenance}".strip(),
+            MIME: self.model_dump(mode="json"),
+        }
 
 
 # --- How figures are drawn --------------------------------------------------------------------------------------------
@@ -978,7 +977,7 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
     kinds = sorted({(head_dim, mask) for _, head_dim, mask in lines}, key=lambda kind: (kind[0], kind[1] == "causal"))
     colours = dict(zip(kinds, _CATEGORIES, strict=False))
     rank = {name: index for index, name in enumerate(peers.PEERS)}
-    libraries = sorted({contest.peer for contest in contests}, key=lambda name: (rank.get(name, len(rank)), name))
+    libraries = sorted({contest.peer.name for contest in contests}, key=lambda name: (rank.get(name, len(rank)), name))
     shapes = {library: _RIVAL_MARKS[rank.get(library, len(rank)) % len(_RIVAL_MARKS)] for library in libraries}
     low, high = (pick(contest.ratio for contest in contests) for pick in (min, max))
 
@@ -992,7 +991,7 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
                 at = {counts.index(count): contest for count, contest in lines.get((dtype, *kind), {}).items()}
                 axes.plot(list(at), [contest.ratio for contest in at.values()], color=colours[kind], linewidth=1.6)
                 for place, contest in at.items():
-                    axes.plot([place], [contest.ratio], shapes[contest.peer], color=colours[kind], markersize=6)
+                    axes.plot([place], [contest.ratio], shapes[contest.peer.name], color=colours[kind], markersize=6)
             axes.axhline(1, color=MUTED, linewidth=1)
             _columns(axes, counts, "sequence length", "times as fast" if axes is grid.flat[0] else "")
             axes.set(ylim=(min(0.97, low - 0.02), max(1.03, high + 0.02)), title=dtype)
@@ -1005,11 +1004,12 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
     entries = len(kinds) + len(libraries)
     said = "; ".join(
         f"D{head_dim} {mask} {dtype}: "
-        + ", ".join(f"S{count} {number(one.ratio)} over {short_title(one.peer)}" for count, one in at.items())
+        + ", ".join(f"S{count} {number(one.ratio)} over {short_title(one.peer.name)}" for count, one in at.items())
         for (dtype, head_dim, mask), at in lines.items()
     )
     commits = sorted(set(map(select.commit_label, runs)))
-    clocks = sorted(clock for one in contests for clock in (one.stage_clock_mhz, one.peer_clock_mhz) if clock)
+    rows = [row for contest in contests for row in (contest.stage, contest.peer)]
+    clocks = sorted(clock for row in rows if (clock := select.call_clock(row, regime)))
     inputs = select.on_inputs(_OF_LENGTHS)
     facts = (
         shown.name,

@@ -13,7 +13,6 @@ from __future__ import annotations
 import heapq
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -618,7 +617,7 @@ def drawn(sketch: Callable[[Figure, Layout], Facts]) -> Chart:
 
     heights = (words["wide"], words["narrow"])
     chart = compose(draw, name=f"draw-{sketch.__name__}", heights=heights, alt="", caption="")
-    return replace(chart, alt=words["alt"].format_map(facts), caption=words["caption"].format_map(facts))
+    return chart.model_copy(update={part: words[part].format_map(facts) for part in ("alt", "caption")})
 
 
 DRAWINGS: Mapping[str, Callable[[], Chart]] = {

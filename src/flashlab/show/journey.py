@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -68,16 +67,10 @@ def _cells(shown: Results, stage: Stage) -> list[tuple[str, Measurement, float |
     cells = []
     for head_dim, mask in product((64, 128), MASKS):
         problem = replace(shown.first, head_dim=head_dim, mask=mask)
-        rows = shown.problems.get(problem, ())
-        row = next((one for one in rows if one.name == stage.id and one.status == "ok"), None)
+        row = next((one for one in shown.rows(problem) if one.name == stage.id and one.status == "ok"), None)
         if row is None:
             continue
-        mine, parent = row, select.parent_of(row, rows)
-        if parent is None and stage.parent:
-            pair = predictions.of_one_run(stage.id, problem, stage.parent, problem, shown.records)
-            mine, parent = pair[0] or row, pair[1]
-        rate, before = select.rate(mine), select.rate(parent)
-        gain = rate / before if rate and before else None
+        gain = select.speedup(*predictions.pair(shown, problem, stage.id, stage.parent)) if stage.parent else None
         cells.append((f"D{head_dim}{' causal' if mask == 'causal' else ''}", row, gain))
     return cells
 
@@ -88,14 +81,14 @@ def _over_parent(gain: float) -> str:
     return f"**{said}**" if gain < 1 and said != times(1.0) else said
 
 
-def _rung(shown: Results | None, stage: Stage) -> dict[str, Any]:
+def _rung(shown: Results, stage: Stage) -> dict[str, Any]:
     """What a rung's section says: its lines, neighbours and, where it is on record, its rates beside its parent's."""
     place = RUNGS.index(stage.id)
     neighbours = [("before", RUNGS[place - 1])] if place else []
     neighbours += [("after", one) for one in RUNGS[place + 1 : place + 2]]
     facts = {"stage": stage, "lines": key_lines(stage), "neighbours": neighbours}
-    cells = _cells(shown, stage) if shown and shown.first else []
-    if shown is None or not cells:
+    cells = _cells(shown, stage) if shown.first else []
+    if not cells:
         return facts | {"row": None}
     _, row, gain = cells[0]
     lines: list[tuple[str | None, ...]] = [("TFLOP/s", *(number(select.rate(one)) for _, one, _ in cells))]
@@ -115,13 +108,13 @@ def on_trained(shown: Results, data: Path) -> charts.Chart:
     Raises:
         NoDataError: no row has a time on both.
     """
-    assert shown.first is not None
-    others = select.load(shown.gpu, data, (TRAINED,)).problems.get(replace(shown.first, inputs=TRAINED), ())
-    twins = {row.name: row for row in others if select.rate(row)}
+    others = select.load(shown.gpu, data, (TRAINED,))
+    trained = others.rows(replace(shown.first, inputs=TRAINED)) if shown.first else ()
+    twins = {row.name: row for row in trained if select.rate(row)}
     kept = [row for row in shown.rows() if row.name in twins and select.rate(row)]
     if not kept:
-        raise NoDataError(f"wanted rows on trained inputs at {shown.first.label}, found none")
-    worst = min(kept, key=lambda row: (select.rate(twins[row.name]) or 0.0) / (select.rate(row) or 1.0))
+        raise NoDataError.of(f"rows on trained inputs of {shown.gpu}", "flashlab bench --suite inputs")
+    worst = min(kept, key=lambda row: select.speedup(twins[row.name], row) or 0.0)
     return charts.side_by_side(
         {"normal numbers": kept, "trained activations": [twins[row.name] for row in kept]},
         {"normal numbers": ("o", charts.STAGE), "trained activations": ("D", charts.PEER)},
@@ -132,7 +125,7 @@ def on_trained(shown: Results, data: Path) -> charts.Chart:
     )
 
 
-def write(out: Output, shown: Results | None, data: Path) -> None:
+def write(out: Output, shown: Results, data: Path) -> None:
     """Everything the journey takes in, a file a rung with the sections `heading`, `lines`, `score` and `links`."""
     out.snippet("journey/conditions.md", out.rendered("conditions.md", PAGE, shown=shown))
     for stage_id in RUNGS:
@@ -141,8 +134,5 @@ def write(out: Output, shown: Results | None, data: Path) -> None:
     for name, draw in drawings.DRAWINGS.items():
         out.snippet(f"journey/drawing-{name}.md", out.chart(draw(), PAGE))
     out.snippet("journey/barriers.md", drawings.barriers())
-    trained = "*Not on record for this GPU: `flashlab bench --suite inputs` measures it.*"
-    if shown is not None and shown.first is not None:
-        with contextlib.suppress(NoDataError):
-            trained = out.chart(on_trained(shown, data), PAGE)
-    out.snippet("journey/trained.md", trained)
+    missing = "*Not on record for this GPU: `flashlab bench --suite inputs` measures it.*"
+    out.snippet("journey/trained.md", out.drawn(PAGE, on_trained, shown, data) or missing)

@@ -63,7 +63,9 @@ NOTHING_YET = (
 )
 NOT_OF_THESE = (
     "**Nothing of this is on record yet** for these stages at this shape. "
-    "`flashlab bench`, or for profiles `flashlab profile` with Nsight Compute, measures it on such a GPU."
+    "`make report FULL=1` measures it on such a GPU; profiles are made by `flashlab profile` with Nsight Compute, "
+    "tuning by `flashlab tune`, and times of separate starts by `flashlab bench --suite first` on each, with the same "
+    "code."
 )
 NO_CHECKS = "Not on record for this GPU yet: `flashlab check --record` on it compares stages with the oracle."
 _REDRAWN_S = 0.2
@@ -98,8 +100,8 @@ class Lab:
     """One notebook's parameters, checked and resolved."""
 
     source: Source
-    gpu: str | None
-    """Folder name under data/; None where nothing has been measured and there is no GPU."""
+    gpu: str
+    """Folder name under data/; empty where nothing has been measured and there is no GPU."""
     stages: tuple[str, ...]
     """Ids, in the ladder's order."""
     suite: str
@@ -155,9 +157,9 @@ class Lab:
             with progress_bar() as progress:
                 options = replace(check.OPTIONS, data=self.data, progress=progress, note=print, resume=True)
                 check.check_stages(self.stages, inputs=kinds, options=options)
-        lengths, drawn = (select.newest_checks(self.gpu or "", self.data, kind, kinds) for kind in ("checks", "random"))
+        lengths, drawn = (select.newest_checks(self.gpu, self.data, kind, kinds) for kind in ("checks", "random"))
         if not lengths and not drawn:
-            return NOTHING_YET if self.results is None else f"*{NO_CHECKS}*"
+            return f"*{NO_CHECKS}*" if self.results else NOTHING_YET
         return tables.checks(lengths, drawn, self.stages)
 
     def check_here(self) -> trial.CpuCheck:
@@ -229,7 +231,7 @@ class Lab:
 
         Where something is on record, with the run that made it.
         """
-        lines = [one for one in select.emulated_checks(self.gpu or "", self.data) if one.stage in self.stages]
+        lines = [one for one in select.emulated_checks(self.gpu, self.data) if one.stage in self.stages]
         if not lines:
             return ""
         header = lines[0].header
@@ -238,9 +240,9 @@ class Lab:
 
     def counters(self) -> trial.Counted:
         """The emulator's counters beside Nsight Compute's of the same launches, for the chosen stages."""
-        files = store.files(self.data / (self.gpu or "") / "counters")
+        files = store.files(self.data / self.gpu / "counters")
         if not files:
-            error = NoDataError.of(f"Nsight Compute's counters of {self.gpu or ''}", "scripts/counters_ncu.py")
+            error = NoDataError.of(f"Nsight Compute's counters of {self.gpu}", "scripts/counters_ncu.py")
             return trial.Counted(missing=f"*{error}*")
         if missing := trial.no_compiler():
             return trial.Counted(missing=missing)
@@ -260,46 +262,35 @@ class Lab:
         )
 
     @cached_property
-    def results(self) -> Results | None:
-        """What is recorded of the GPU on the first kind of inputs; None where nothing is."""
-        if self.gpu is None:
-            return None
-        try:
-            return select.load(self.gpu, self.data, self.inputs[:1])
-        except NoDataError:
-            return None
+    def results(self) -> Results:
+        """What is recorded of the GPU on the first kind of inputs; false where nothing is."""
+        return select.load(self.gpu, self.data, self.inputs[:1])
 
     def rows(self, problem: Problem | None = None) -> tuple[Measurement, ...]:
         """Recorded rows of `problem` (the sources' shape, where None), chosen stages and every peer; may be empty."""
-        try:
-            return self.results.rows(self._on(problem), stage_ids=self.stages) if self.results else ()
-        except NoDataError:
-            return ()
+        return self.results.rows(self._on(problem), stage_ids=self.stages)
 
     def beside(self, problem: Problem | None = None) -> tuple[Measurement, ...]:
         """Libraries that lack the element type of `problem`, in another; see `Results.beside`. May be empty."""
-        return self.results.beside(self._on(problem)) if self.results else ()
+        return self.results.beside(self._on(problem))
 
     def libraries(self, problem: Problem | None = None) -> frozenset[str]:
         """The libraries that a percentage at `problem` is of the fastest of; see `Results.libraries`. May be empty."""
-        of = self._on(problem) or (self.results.first if self.results else None)
-        return self.results.libraries(of.dtype) if self.results and of else frozenset()
+        of = self._on(problem) or self.results.first
+        return self.results.libraries(of.dtype) if of else frozenset()
 
     def _on(self, problem: Problem | None) -> Problem | None:
         return problem and replace(problem, inputs=self.inputs[0])
 
     def against_peers(self) -> tuple[AgainstPeers, ...]:
         """The best stage against the best library at every problem (`contests.against_peers`); may be empty."""
-        try:
-            return contests.against_peers(self.gpu, self.data, self.inputs) if self.gpu else ()
-        except NoDataError:
-            return ()
+        return contests.against_peers(self.gpu, self.data, self.inputs)
 
     @cached_property
     def profiles(self) -> tuple[StageProfile, ...]:
         """Nsight Compute's newest profile of each chosen stage at the sources' shape; may be empty."""
         first = Problem.parse(FIRST_SHAPE)
-        profiles = select.profiles(self.gpu, self.data) if self.gpu else ()
+        profiles = select.profiles(self.gpu, self.data)
         return tuple(one for one in profiles if one.stage in self.stages and one.problem == first)
 
     def show(self, draw: Draw, what: Any, **options: Any) -> None:
@@ -326,7 +317,7 @@ class Lab:
         outcome = Outcome(
             notebook=name,
             source=self.source,
-            gpu=self.gpu,
+            gpu=self.gpu or None,
             commit=code.commit,
             dirty=code.dirty,
             runs=tuple(sorted({row.run for rows in shown.problems.values() for row in rows} if shown else ())),
@@ -409,9 +400,9 @@ def settings(
     )
 
 
-def _resolve(source: str, gpu: str, data: Path) -> tuple[Source, str | None]:
+def _resolve(source: str, gpu: str, data: Path) -> tuple[Source, str]:
     """Where the numbers come from, and the GPU's folder name."""
-    here = gpus.info().slug if source != "replay" and gpus.available() is None else None
+    here = gpus.info().slug if source != "replay" and gpus.available() is None else ""
     if source == "measure":
         gpus.require()
         if gpu and gpu != here:
@@ -424,7 +415,7 @@ def _resolve(source: str, gpu: str, data: Path) -> tuple[Source, str | None]:
     if gpu:
         store.require_runs(gpu, data)  # raises NoDataError, which names the GPUs there are
         return "replay", gpu
-    return "replay", next(iter(store.gpus(data)), None)
+    return "replay", next(iter(store.gpus(data)), "")
 
 
 @contextmanager

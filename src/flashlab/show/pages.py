@@ -101,14 +101,14 @@ class Output:
         file.write_text(content.rstrip("\n") + "\n", encoding="utf-8")
 
     def rendered(self, template: str, page: str, **facts: object) -> str:
-        """A template filled in for `page`; `chart` draws one there, or is empty where there is nothing to draw."""
+        """A template filled in for `page`; `chart` is `drawn` there."""
+        return _TEMPLATES.get_template(template).render(facts, chart=partial(self.drawn, page), page=page)
 
-        def chart(draw: Callable[..., Chart], *what: Any, **options: Any) -> str:
-            with contextlib.suppress(NoDataError):
-                return self.chart(draw(*what, **options), page)
-            return ""
-
-        return _TEMPLATES.get_template(template).render(facts, chart=chart, page=page)
+    def drawn(self, page: str, draw: Callable[..., Chart], *what: Any, **options: Any) -> str:
+        """The Markdown of what `draw` draws, as `chart` has it; empty where there is nothing to draw."""
+        with contextlib.suppress(NoDataError):
+            return self.chart(draw(*what, **options), page)
+        return ""
 
     def snippet(self, path: str, content: str) -> None:
         """Write what a page takes in by that name."""
@@ -190,18 +190,18 @@ def generate(
     shutil.rmtree(root, ignore_errors=True)
     out = Output(root=writable_dir(root, "generated pages"))
     everything = _everything(data, gpu)
-    shown = everything[0] if everything else None
+    shown = everything[0] if everything else select.load("", data)
     # Drawing is most of the work, and independent from page to page.
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
-        main = shown.gpu if shown else ""
-        jobs = [pool.submit(_downloads, out, data, gpu), pool.submit(_apart, data, main, journey.write, out)]
-        jobs += [pool.submit(_apart, data, main, _stage_page, out, stage) for stage in registry.STAGES.values()]
+        jobs = [pool.submit(_downloads, out, data, gpu), pool.submit(_apart, data, shown.gpu, journey.write, out)]
+        jobs += [pool.submit(_apart, data, shown.gpu, _stage_page, out, stage) for stage in registry.STAGES.values()]
         jobs += [pool.submit(_apart, data, one.gpu, _results_page, out) for one in everything]
         others = [(one.gpu, one.name) for one in everything[1:]]
         jobs += [
-            pool.submit(_apart, data, main, _off_ladder, out, stage, others) for stage in registry.OFF_LADDER.values()
+            pool.submit(_apart, data, shown.gpu, _off_ladder, out, stage, others)
+            for stage in registry.OFF_LADDER.values()
         ]
-        decode_page(out, select.off_ladder(shown.gpu, data, registry.DECODE, select.DECODING) if shown else {})
+        decode_page(out, select.off_ladder(shown.gpu, data, registry.DECODE, select.DECODING))
         out.snippet("decode-steps.md", steps_table(everything, data))
         for name, page in PAGE_OF.items():
             _notebook_page(out, name, page, executed, shown, (failed or {}).get(name, ""))
@@ -212,7 +212,7 @@ def generate(
         _inputs_and_errors(out, shown, data)
         _lists(out, everything)
         out.snippet("compare.md", _compared(out, everything, data))
-        dead_end_list(out, select.off_ladder(shown.gpu, data) if shown else {}, _of_retired(shown))
+        dead_end_list(out, select.off_ladder(shown.gpu, data), _of_retired(shown))
         check_records(out, everything, data)
         _commands(out)
         for pages in _registered("PAGES"):
@@ -234,35 +234,26 @@ def _apart(data: Path, gpu: str, write: Callable[..., None], *args: Any) -> None
     write(*args, _read(gpu, data), data)
 
 
-@lru_cache(maxsize=2)
-def _read(gpu: str, data: Path) -> Results | None:
-    return select.load(gpu, data) if gpu else None
+_read = lru_cache(maxsize=2)(select.load)
 
 
-def _of_retired(shown: Results | None) -> Mapping[Problem, Sequence[Measurement]]:
+def _of_retired(shown: Results) -> dict[Problem, tuple[Measurement, ...]]:
     """A rung that was retired was measured with the ladder, at every problem."""
-    return {one: shown.problems[one] for one in suite("first") if one in shown.problems} if shown else {}
+    return {one: shown.problems[one] for one in suite("first") if one in shown.problems}
 
 
-def _off_ladder(
-    out: Output, stage: Stage, others: Sequence[tuple[str, str]], shown: Results | None, data: Path
-) -> None:
+def _off_ladder(out: Output, stage: Stage, others: Sequence[tuple[str, str]], shown: Results, data: Path) -> None:
     """By what the GPU shown has of the stage or, where it has nothing, the first of `others`, folders and names."""
-    measured: Mapping[Problem, Sequence[Measurement]] = {}
-    note = ""
-    if shown is None or stage.retired:
-        measured = _of_retired(shown)
-    else:
-        for gpu, name in ((shown.gpu, shown.name), *others):
-            policy = select.OFF_LADDER if stage.dead_end else select.of_stage(stage)
-            measured = select.off_ladder(gpu, data, {stage.id: stage}, policy)
-            if measured:
-                note = "" if gpu == shown.gpu else f"*Not on record for the {shown.name} yet: this is the {name}.*"
-                break
+    policy = select.OFF_LADDER if stage.dead_end else select.of_stage(stage)
+    measured, note = _of_retired(shown) if stage.retired else {}, ""
+    for gpu, name in () if stage.retired else ((shown.gpu, shown.name), *others):
+        if measured := select.off_ladder(gpu, data, {stage.id: stage}, policy):
+            note = "" if gpu == shown.gpu else f"*Not on record for the {shown.name} yet: this is the {name}.*"
+            break
     off_ladder_page(out, stage, measured, note)
 
 
-def _gpus(main: Results | None, everything: Sequence[Results]) -> list[dict[str, Any]]:
+def _gpus(main: Results, everything: Sequence[Results]) -> list[dict[str, Any]]:
     """The GPUs for the navigation and for the line that says which one a page shows."""
     return [
         {"slug": one.gpu, "name": one.name, "partial": bool(one.lacking), "main": one is main} for one in everything
@@ -275,16 +266,14 @@ def _registered(what: str) -> Iterable[Any]:
     return found
 
 
-def _elsewhere(shown: Results | None, what: str) -> str:
+def _elsewhere(shown: Results, what: str) -> str:
     """That hand-written text is about another GPU than the one shown; empty where it is not."""
-    if shown is None or shown.gpu == WRITTEN_ABOUT:
+    if not shown or shown.gpu == WRITTEN_ABOUT:
         return ""
     return f'!!! note ""\n    {what} was written about the {_ITS_NAME}; the numbers are those of the {shown.name}.\n'
 
 
-def _notebook_page(
-    out: Output, name: str, page: str, executed: Path | None, shown: Results | None, failure: str = ""
-) -> None:
+def _notebook_page(out: Output, name: str, page: str, executed: Path | None, shown: Results, failure: str = "") -> None:
     """An executed notebook as Markdown, its charts as figures; of one that failed, what came before."""
     import nbformat
     from nbconvert import MarkdownExporter
@@ -310,7 +299,7 @@ def _notebook_page(
         ]
         for output in cell["outputs"]:
             if MIME in output.get("data", {}):
-                output["data"] = {"text/markdown": out.chart(Chart.from_mime(output["data"][MIME]), page)}
+                output["data"] = {"text/markdown": out.chart(Chart.model_validate(output["data"][MIME]), page)}
     text, _ = MarkdownExporter().from_notebook_node(notebook)  # type: ignore[no-untyped-call]
     title, _, rest = _linked(text, page).strip().partition("\n")
     _notebook_copy(source, out.root / "notebooks" / source.name)
@@ -349,13 +338,13 @@ def _notebook_copy(source: Path, target: Path) -> None:
     nbformat.write(notebook, target)  # type: ignore[no-untyped-call]
 
 
-def _front_page(out: Output, shown: Results | None, data: Path) -> None:
+def _front_page(out: Output, shown: Results, data: Path) -> None:
     _about(out)
-    rows = shown.rows() if shown and shown.first else ()
+    rows = shown.rows()
     stage, peer = select.fastest_stage(rows), select.fastest_peer(rows)
     share = contests.percent_of_peak(stage) if stage else None
     _card(out, stage, rows, share)
-    if shown is None or shown.first is None:
+    if shown.first is None:
         out.snippet("front-chart.md", f'!!! note ""\n    {NOTHING_YET}\n')
         out.snippet("front-numbers.md", "")
         out.snippet("front-finding.md", "")
@@ -370,7 +359,7 @@ def _front_page(out: Output, shown: Results | None, data: Path) -> None:
         chart = f'!!! note ""\n    {error}\n'
     out.snippet("front-chart.md", chart)
     contest = bursts.get(shown.first)
-    if contest and (stage is None or contest.stage != stage.name):
+    if contest and (stage is None or contest.stage.name != stage.name):
         contest = None
     cards = [*_front_cards(shown, stage, peer, bursts, contest), *_extremes(bursts)]
     items = "".join(f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>" for value, label in cards)
@@ -404,7 +393,7 @@ def _extremes(bursts: Mapping[Problem, contests.Contest]) -> list[tuple[str, str
         f"best of {len(usual)} on normal and trained inputs": max(usual, key=ratio),
     }
     return [
-        (times(ratio(problem)), f"{which}: {problem.label}, over {tables.peer_title(bursts[problem].peer)}")
+        (times(ratio(problem)), f"{which}: {problem.label}, over {tables.peer_title(bursts[problem].peer.name)}")
         for which, problem in ends.items()
     ]
 
@@ -415,8 +404,8 @@ def _losses(bursts: Mapping[Problem, contests.Contest]) -> str:
     columns = (
         Column("problem", "0.label"),
         Column("times the library's rate", "1.ratio", times),
-        Column("stage", "1.stage", stage_link),
-        Column("library", "1.peer", tables.peer_title, left=True),
+        Column("stage", "1.stage.name", stage_link),
+        Column("library", "1.peer.name", tables.peer_title, left=True),
     )
     return table(columns, lost) if lost else "*On no problem on record is a library faster.*"
 
@@ -448,10 +437,10 @@ def _front_cards(
     cards = [(f"{number(rate)} TFLOP/s", f"the default version, {stage.name}")]
     foot = next(row for row in rows if row.kind == "stage" and select.rate(row))
     if foot is not stage:
-        cards.append((times(rate / (select.rate(foot) or rate)), f"over {foot.name}"))
+        cards.append((times(select.speedup(stage, foot) or 1.0), f"over {foot.name}"))
     if peer is None:
         return cards
-    library = tables.peer_title(contest.peer if contest else peer.name)
+    library = tables.peer_title((contest.peer if contest else peer).name)
     said = f"of the fastest library in {peer.problem.dtype}, {library} ({_timed_there(rows)})"
     faster = select.fastest_peer([peer, *shown.beside()])
     if faster is not None and faster is not peer:
@@ -459,18 +448,18 @@ def _front_cards(
         other = dataclasses.replace(stage.problem, dtype=faster.problem.dtype)
         if there := bursts.get(other):
             named = _timed_there(shown.problems.get(other, ()))
-            where = f"of the fastest library in {other.dtype}, {tables.peer_title(there.peer)} ({named})"
+            where = f"of the fastest library in {other.dtype}, {tables.peer_title(there.peer.name)} ({named})"
             cards.append((percent(100 * there.ratio), where))
         said += f"; {tables.peer_title(faster.name)}: {tables.lacks(faster.name, peer.problem.dtype)}"
-    ratio = contest.ratio if contest else rate / (select.rate(peer) or rate)
-    return [*cards, (percent(100 * ratio), said)]
+    ratio = contest.ratio if contest else select.speedup(stage, peer)
+    return [*cards, (percent(100 * (ratio or 1.0)), said)]
 
 
 def _timed_there(rows: Iterable[Measurement]) -> str:
     return f"of {sum(row.kind == 'peer' and select.rate(row) is not None for row in rows)} timed"
 
 
-def _inputs_and_errors(out: Output, shown: Results | None, data: Path) -> None:
+def _inputs_and_errors(out: Output, shown: Results, data: Path) -> None:
     """Ratios over the libraries, and errors, by kind of inputs; a note where they were not measured."""
     out.snippet("inputs.md", tables.inputs())
     makers = {"against-inputs.md": _against_inputs, "against-features.md": _against_features, "accuracy.md": _accuracy}
@@ -541,7 +530,7 @@ def _needs(stage: Stage, parent: tuple[str, str | None]) -> str:
     return markdown(("", ""), facts, left=2)
 
 
-def _stage_page(out: Output, stage: Stage, shown: Results | None, data: Path) -> None:
+def _stage_page(out: Output, stage: Stage, shown: Results, data: Path) -> None:
     page, diff = f"stages/{stage.id}.md", diff_against_parent(stage)
     changes = [line[0] for line in diff.splitlines()[2:] if line.startswith(("+", "-"))]
     parent = f"[{code(stage.parent)}]({stage.parent}.md)" if stage.parent else "none: the foot of the ladder"
@@ -569,11 +558,11 @@ EVERY_PROBLEM = (
 )
 
 
-def _measured(out: Output, stage: Stage, shown: Results | None, data: Path) -> dict[str, Any]:
+def _measured(out: Output, stage: Stage, shown: Results, data: Path) -> dict[str, Any]:
     """What a stage's page has of its measurements; without a `line` where it has no time at the first problem."""
-    rows = shown.rows() if shown and shown.first else ()
+    rows = shown.rows()
     row = next((one for one in rows if one.name == stage.id), None)
-    if shown is None or shown.first is None or row is None or row.status != "ok":
+    if shown.first is None or row is None or row.status != "ok":
         return {"row": row, "line": None}
     of = {dtype: shown.libraries(dtype) for dtype in DTYPES}
     parent, peer = select.parent_of(row, rows), select.fastest_of(of[shown.first.dtype], rows)
@@ -838,7 +827,7 @@ def _lists(out: Output, everything: Sequence[Results]) -> None:
         return sum((row.status == "ok") == ok for rows in shown.problems.values() for row in rows)
 
     def fastest(shown: Results) -> str | None:
-        best = select.fastest_stage(shown.rows()) if shown.first else None
+        best = select.fastest_stage(shown.rows())
         return f"{number(select.rate(best))} ({code(best.name)})" if best else None
 
     gpus = (

@@ -165,8 +165,8 @@ def plan(
 ) -> list[dict[str, Any]]:
     """What `run` would do and how long that may take, a notebook each; raises as it does, and runs nothing."""
     lab = settings(source=source, gpu=gpu, stages=stages, out=out / "notebooks", data=data)
-    cells = measuring(lab.gpu or "", full=full, stages=stages) if lab.source == "measure" else ()
-    shown = sweep.planned(showing(lab.gpu or "", stages=stages), out / "notebooks", data, flat=True)
+    cells = measuring(lab.gpu, full=full, stages=stages) if lab.source == "measure" else ()
+    shown = sweep.planned(showing(lab.gpu, stages=stages), out / "notebooks", data, flat=True)
     # They are executed anew, whatever was done, and two at a time.
     again = [one | {"state": "left", "why": "", "minutes": round(one["minutes"] / 2, 2)} for one in shown]
     return [*sweep.planned(cells, out / "sweep", data), *again]
@@ -205,7 +205,7 @@ def run(
     executed = out / "notebooks"
     lab = settings(source=source, gpu=gpu, stages=stages, out=executed, data=data)
     say(str(lab))
-    shown = lab.gpu or ""
+    shown = lab.gpu
     failed: dict[str, str] = {}
     if lab.source == "measure":
         cells = measuring(shown, full=full, stages=stages)
@@ -222,7 +222,7 @@ def run(
     index = build_site(out)
     say(f"site built: {index}")
     if lab.source == "measure":
-        upload.sync(lab.gpu or "", data)
+        upload.sync(lab.gpu, data)
     if failed:
         raise ReportError(
             f"the report is in {index.parent}, without what these notebooks were to show: {', '.join(failed)}\n"

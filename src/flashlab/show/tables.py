@@ -256,14 +256,12 @@ def line(
         beside: rows of another element type, as `Results.beside` gives them; they have no share of the best.
         libraries: those that must have been tried for there to be a share, as `Results.libraries` gives them.
     """
-    rate, parent, peer = select.rate(row, regime), select.parent_of(row, rows), None
-    if row not in beside:
-        peer = select.fastest_of(libraries, rows, regime)
-    base, best = select.rate(parent, regime), select.rate(peer, regime)
+    peer = None if row in beside else select.fastest_of(libraries, rows, regime)
+    of_best = select.speedup(row, peer, regime)
     return headline(row, regime) | {
         "title": beside_title(row) if row in beside else title(row),
-        "over_parent": rate / base if rate and base else None,
-        "percent_of_best": 100 * rate / best if rate and best else None,
+        "over_parent": select.speedup(row, select.parent_of(row, rows), regime),
+        "percent_of_best": None if of_best is None else 100 * of_best,
         "max_abs_error": row.verdict.max_abs_error if row.verdict else None,
     }
 
@@ -434,11 +432,11 @@ def _side(which: str) -> tuple[Column, Column]:
     def said(one: contests.AgainstPeers) -> str | None:
         if one.burst is None:
             return one.reason if which == "stage" else None
-        name, time_us = getattr(one.burst, which), getattr(one.burst, f"{which}_us")
-        return f"{code(name) if which == 'stage' else short_title(name)} {number(one.problem.tflops(time_us))}"
+        row = getattr(one.burst, which)
+        return f"{code(row.name) if which == 'stage' else short_title(row.name)} {number(select.rate(row))}"
 
     return Column(f"{'library' if which == 'peer' else which}, TFLOP/s", said), Column(
-        "of peak", f"burst.{which}_percent_of_peak", percent
+        "of peak", lambda one: one.burst and contests.percent_of_peak(getattr(one.burst, which)), percent
     )
 
 
@@ -503,12 +501,12 @@ def against_inputs(found: Iterable[contests.AgainstPeers], regime: Regime = "bur
 FEATURED = (
     Column("problem", "stage.problem.label"),
     Column("stage", "stage.name", code, left=True),
-    Column("µs", "times_us.0", mhz),
-    Column("TFLOP/s of the scores seen", lambda one: one.stage.problem.tflops(one.times_us[0]), mhz),
-    Column("over itself without", "over_without", times),
+    Column("µs", lambda one: select.median_us(one.stage), mhz),
+    Column("TFLOP/s of the scores seen", lambda one: select.rate(one.stage), mhz),
+    Column("over itself without", lambda one: select.speedup(one.stage, one.without), times),
     Column("fastest library there", lambda one: short_title(one.peer.name) if one.peer else None, left=True),
-    Column("µs", "times_us.2", mhz),
-    Column("over the library", "over_peer", times),
+    Column("µs", lambda one: select.median_us(one.peer), mhz),
+    Column("over the library", lambda one: select.speedup(one.stage, one.peer), times),
 )
 """A stage with a window or a soft cap, beside itself without them and the library that takes them."""
 

@@ -12,14 +12,9 @@ from flashlab.kernels import peers, registry
 from flashlab.measure import tuned
 from flashlab.measure.tune import Items, Key, items
 from flashlab.query.rows import grouped
-from flashlab.record import schema, store
-from flashlab.record.schema import Tuning
+from flashlab.record import store
+from flashlab.record.schema import ChoiceRow, Tuning
 from flashlab.show import tables
-
-NOTHING_YET = (
-    "**Nothing has been measured yet.** No tuning is on record for this GPU; `flashlab tune STAGE` on it makes one."
-)
-
 
 Trial = Mapping[str, Any]
 """One variant on one key, as `trials` has it."""
@@ -69,8 +64,9 @@ def worth(of_key: Sequence[Trial]) -> dict[str, dict[int, float | None]]:
     return found
 
 
-def _by_key(gpu_slug: str | None, data: Path) -> dict[Key, list[Trial]]:
-    found = grouped(trials(store.records(gpu_slug or "", schema.Tuning, data)), lambda trial: trial["key"])
+def by_key(gpu_slug: str, data: Path = DATA) -> dict[Key, list[Trial]]:
+    """The variants on record of a GPU, as `trials` has them, by stage and problem; may be empty."""
+    found = grouped(trials(store.records(gpu_slug, Tuning, data)), lambda trial: trial["key"])
     return {key: found[key] for key in sorted(found)}
 
 
@@ -80,16 +76,18 @@ def _text(parameters: Mapping[str, int], beside: Mapping[str, int] | None = None
     return " ".join(f"{name}={value}" for name, value in shown.items()) or "the defaults"
 
 
-def winners_table(gpu_slug: str | None, data: Path = DATA) -> str:
-    """What won on every problem that a stage was tuned on, and what it gains over the defaults, as a Markdown table."""
-    by_key = _by_key(gpu_slug, data)
-    if not by_key:
-        return NOTHING_YET
+def winners_table(found: Mapping[Key, Sequence[Trial]], *, rows: Iterable[ChoiceRow]) -> str:
+    """What won on every problem that a stage was tuned on, and what it gains over the defaults, as a Markdown table.
+
+    Args:
+        found: as `by_key` gives them.
+        rows: of the table of choices, as `tuned.rows` gives them.
+    """
     lines: list[list[tables.Cell]] = []
-    for row in tuned.rows(gpu_slug or "", data):
+    for row in rows:
         if not row.variants:
             continue
-        of_key = by_key.get(Key(row.stage, row.problem), [])
+        of_key = found.get(Key(row.stage, row.problem), [])
         gains = [
             trial["speedup"]
             for trial in of_key
@@ -103,11 +101,8 @@ def winners_table(gpu_slug: str | None, data: Path = DATA) -> str:
     return tables.markdown(header, lines, left=3)
 
 
-def choices_table(gpu_slug: str | None, data: Path = DATA) -> str:
+def choices_table(held: Iterable[tuned.Held]) -> str:
     """What is chosen for every problem that torch's SDPA was timed on, the worst first, as a Markdown table."""
-    held = tuned.held_against(gpu_slug or "", data=data)
-    if not held:
-        return NOTHING_YET
     lines: list[list[tables.Cell]] = [
         [
             one.problem.label,
@@ -124,13 +119,10 @@ def choices_table(gpu_slug: str | None, data: Path = DATA) -> str:
     return tables.markdown(header, lines, left=3)
 
 
-def levers_table(gpu_slug: str | None, data: Path = DATA) -> str:
+def levers_table(found: Mapping[Key, Sequence[Trial]]) -> str:
     """How far each value of each tunable gets with the best of the others, folded away, as Markdown for each key."""
-    by_key = _by_key(gpu_slug, data)
-    if not by_key:
-        return NOTHING_YET
     text: list[str] = []
-    for key, of_key in by_key.items():
+    for key, of_key in found.items():
         lines: list[list[tables.Cell]] = []
         for name, best in worth(of_key).items():
             values = [
@@ -145,14 +137,11 @@ def levers_table(gpu_slug: str | None, data: Path = DATA) -> str:
     return tables.unsearched("\n\n".join(text))
 
 
-def trials_table(gpu_slug: str | None, data: Path = DATA) -> str:
+def trials_table(found: Mapping[Key, Sequence[Trial]]) -> str:
     """Every variant on record, the fastest first and the refused last, folded away, as Markdown for each key."""
-    by_key = _by_key(gpu_slug, data)
-    if not by_key:
-        return NOTHING_YET
     text: list[str] = []
-    for key, of_key in by_key.items():
-        of_key.sort(key=lambda trial: (-(trial["speedup"] or 0.0), trial["median_us"] or math.inf))
+    for key, of_key in found.items():
+        ordered = sorted(of_key, key=lambda trial: (-(trial["speedup"] or 0.0), trial["median_us"] or math.inf))
         lines: list[list[tables.Cell]] = [
             [
                 _text(trial["parameters"]),
@@ -164,7 +153,7 @@ def trials_table(gpu_slug: str | None, data: Path = DATA) -> str:
                 else f"{trial['status']}: {tables.prose(trial['reason'][:160])}",
                 trial["run"],
             ]
-            for trial in of_key
+            for trial in ordered
         ]
         header = ("variant", "µs", "times faster than the defaults", "samples", "outcome", "run")
         title = f"{key.stage}, {key.problem.label}: {len(of_key)} variants"
