@@ -637,6 +637,25 @@ def test_check_runs_on_the_cpu(run: Run) -> None:
         assert FIRST_STAGE in result.out
 
 
+@needs_compiler
+def test_a_problem_too_large_for_the_cpu_is_refused_before_its_inputs_are_made(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = ("check", FIRST_STAGE, "--on", "cpu", "--dtype", "float16", "--mask", "full", "--length")
+
+    def make_inputs(problem: Problem, seed: int) -> None:
+        raise MemoryError(f"Unable to allocate what {problem.label} takes")
+
+    monkeypatch.setattr(on_cpu, "make_inputs", make_inputs)
+    result = run(*how, "99999999x99999999")
+    assert result.code == 1
+    assert "would take about" in result.err
+    assert "nothing was compared" in result.err
+    result = run(*how, "7x8")
+    assert result.code == 1
+    assert "flashlab: wanted more memory than this machine has: Unable to allocate what B1 H2/1" in result.err
+
+
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [

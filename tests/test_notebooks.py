@@ -595,6 +595,11 @@ def test_what_goes_wrong_comes_back_as_text(old: str, new: str, words: str) -> N
     trial.conflicts({"edited": run.report})
 
 
+def test_a_trial_too_large_for_the_cpu_makes_no_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial.oracle, "make_inputs", lambda problem: pytest.fail("inputs of many gigabytes"))
+    assert "would take about" in attempt("00_naive", shape="9x99x99999x64").error
+
+
 @needs_compiler
 def test_sectors_do_not_depend_on_where_numpy_puts_an_array() -> None:
     counted = {

@@ -27,6 +27,7 @@ import numpy as np
 from flashlab.build import compiler, triton_code
 from flashlab.build.compiler import Variant
 from flashlab.core.errors import EmulationError, ParameterError, TooLargeError, UnsupportedError
+from flashlab.core.problem import Problem
 from flashlab.kernels.registry import Stage
 from flashlab.record.checks import Fallbacks as Fallbacks
 from flashlab.run import arrays, choice, emulator, gpu, recipes
@@ -436,7 +437,7 @@ def emulate(
         total_q, total_k = inputs["q"].shape[0], inputs["k"].shape[0]
         check_lengths(*ends, total_q=total_q, total_k=total_k, max_seqlen_q=sequences.max_seqlen_q)
     elif timeout_s is not None:
-        _refuse_too_large(planned, timeout_s=timeout_s, races=races, threads=threads)
+        refuse_too_large(planned.stage.id, planned.problem, timeout_s=timeout_s, races=races, threads=threads)
     made = outputs_of(place, inputs, out, lse, return_lse=return_lse)
     variant = Variant.of(
         planned.stage, planned.problem, aligned=planned.aligned, overrides=tunables(params), source=_file(source)
@@ -599,12 +600,16 @@ def run_on_cpu(
     call.finish(call.launch())
 
 
-def _refuse_too_large(planned: Plan, *, timeout_s: float, races: bool, threads: int | None) -> None:
-    problem, cores = planned.problem, threads or emulator.cores()
+def refuse_too_large(stage_id: str, problem: Problem, *, timeout_s: float, races: bool, threads: int | None) -> None:
+    """Raises `TooLargeError` where a stage would clearly take longer; `emulate` has the other arguments.
+
+    Whoever draws the inputs asks before, since they may be more than fits into memory.
+    """
+    cores = threads or emulator.cores()
     seconds = problem.flops * (_HOOKS_COST if races else 1.0) / (_ASSUMED_FLOPS_PER_S * cores)
     if seconds > _CLEARLY * timeout_s:
         raise TooLargeError(
-            f"{problem.label} by stage {planned.stage.id} would take about {_duration(seconds)} on {cores} "
+            f"{problem.label} by stage {stage_id} would take about {_duration(seconds)} on {cores} "
             f"core{'s' if cores > 1 else ''}; wanted at most {_duration(timeout_s)}. A smaller problem works; "
             "`flashlab.emulate(…, timeout_s=None)` and `flashlab check --insist` take as long as it takes.",
             seconds=seconds,
