@@ -422,9 +422,13 @@ def emulate(
         EmulationError: the run failed, or took longer.
         CompileError: the stage's file does not compile.
         MissingPackageError: there is no C++ compiler.
+        KeyboardInterrupt: Ctrl-C, or `cancel`; the worker is gone.
     """
     emulator.schedule_item(schedule)
     emulator.check_limits(timeout_s, threads)
+    _check_surroundings(surroundings)
+    if not isinstance(cancel, threading.Event | None):
+        raise ParameterError(f"cancel: wanted a threading.Event, or None, got {cancel!r}")
     arrays.refuse_gradients(q=q, k=k, v=v, out=out, lse=lse)
     place = arrays.place_of(q, None, "cpu")
     inputs = {name: place.view(of, name) for name, of in {"q": q, "k": k, "v": v, **_named(sequences)}.items()}
@@ -455,6 +459,17 @@ def emulate(
     call.finish(report)
     fallbacks = Fallbacks(*call.fallbacks.tolist()) if count_fallbacks else None
     return Emulation(out=made.out, lse=made.lse, report=report, kernel=kernel, plan=planned, fallbacks=fallbacks)
+
+
+_SURROUNDED = ("q", "k", "v", "out", "lse")
+
+
+def _check_surroundings(given: Any) -> None:
+    """Raises `ParameterError` where it is not None, nor NumPy arrays by the names of those that are views into them."""
+    named = dict(given) if isinstance(given, Mapping) else {"": given}
+    if given is not None and not all(name in _SURROUNDED and isinstance(x, np.ndarray) for name, x in named.items()):
+        got = ", ".join(f"{type(x).__name__}{name and f' for {name}'}" for name, x in named.items())
+        raise ParameterError(f"surroundings: wanted a NumPy array for some of {', '.join(_SURROUNDED)}, got {got}")
 
 
 def _kernel_on_cpu(variant: Variant, *, schedule: str, races: bool) -> emulator.Emulated:
