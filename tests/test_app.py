@@ -23,9 +23,10 @@ from flashlab.core.errors import CompileError, UnknownStageError
 from flashlab.core.inputs import KINDS
 from flashlab.core.paths import ROOT
 from flashlab.core.problem import FIRST_SHAPE, Problem, suite
+from flashlab.experiments import ablation
 from flashlab.kernels import registry
 from flashlab.kernels.registry import ARCHS, STAGES
-from flashlab.measure import bench, check
+from flashlab.measure import bench, check, profile
 from flashlab.query import select
 from flashlab.record import schema, store
 from flashlab.record.checks import CheckRow
@@ -460,6 +461,17 @@ def test_a_resumed_bench_asks_for_what_is_left(run: Run, tmp_path: Path, monkeyp
         done = run("bench", "--suite", "smoke", *what, "--data", tmp_path)
         assert (done.code, done.out) == (0, "")
     assert asked == [False, True]
+
+
+def test_nothing_left_to_measure_is_an_empty_list_in_json(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "run", lambda problems, **how: None)
+    monkeypatch.setattr(profile, "profile", lambda *how: (None, ()))
+    monkeypatch.setattr(ablation, "measure", lambda axes, **how: None)
+    for command in ("bench", "profile", "ablate"):
+        done = run(command, "--resume", "--json", "--data", tmp_path)
+        assert (done.code, done.json) == (0, [])
 
 
 def test_bench_takes_part_of_a_suite(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import typer
 
 from flashlab.cli import options as opt
 from flashlab.cli.kernels import kept_wrong
-from flashlab.cli.output import answer, following, say
+from flashlab.cli.output import answer, answer_nothing, following, say
 from flashlab.cli.records import RUN_COLUMNS
 from flashlab.core.errors import CheckFailedError, NoDataError, ParameterError
 from flashlab.core.inputs import ALL, NORMAL, drawn
@@ -121,7 +121,9 @@ def bench(
     with following("measuring") as follow:
         options = module.Options(data=data, device=device, progress=follow, note=say, resume=resume)
         path = module.run(problems, **what, options=options)
-    if path is not None:
+    if path is None:
+        answer_nothing(as_json)
+    else:
         _show_run(path, as_json)
 
 
@@ -316,6 +318,7 @@ def profile(
     options = replace(module.OPTIONS, data=data, device=device, note=note, resume=resume)
     path, profiles = module.profile(stage_ids or None, problem, options)
     if path is None:
+        answer_nothing(as_json)
         return
     counters = ("tensor_percent", "issue_percent", "warps_percent", "dram_bytes", "l2_bytes", "conflict_percent")
     answer(
