@@ -27,6 +27,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 
+from flashlab.core.errors import FlashlabError  # noqa: E402
+from flashlab.kernels import registry  # noqa: E402
 from flashlab.kernels.registry import CUDA_STAGES  # noqa: E402
 from flashlab.measure import profile  # noqa: E402
 from flashlab.measure.options import Options  # noqa: E402
@@ -198,6 +200,7 @@ def main() -> int:
     parser.add_argument("--launch", choices=("stages", "patterns"), help=argparse.SUPPRESS)
     parser.add_argument("--connect", help=argparse.SUPPRESS)  # what every worker gets, and this one has no use for
     options = parser.parse_args()
+    options.stages = [registry.get(registry.resolve(name)).id for name in options.stages]
     if options.launch == "stages":
         launch_stages(options.stages, options.shapes)
         return 0
@@ -257,4 +260,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except FlashlabError as error:
+        sys.exit(f"counters_ncu: {error}")

@@ -68,6 +68,15 @@ def dump(site: Path) -> dict[str, list[str]]:
     }
 
 
+def read(path: Path) -> dict[str, list[str]]:
+    """What `dump` wrote."""
+    try:
+        places: dict[str, list[str]] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"wanted numbers that `dump` wrote, got {path}: {error}") from error
+    return places
+
+
 def compare(before: dict[str, list[str]], after: dict[str, list[str]]) -> int:
     """Print what changed, went and came, and how many; the number of changed and gone."""
     changed = {place for place in before.keys() & after.keys() if Counter(before[place]) != Counter(after[place])}
@@ -88,7 +97,7 @@ def main(arguments: list[str]) -> int:
     if arguments[0] == "dump":
         second.write_text(json.dumps(dump(first), indent=0, ensure_ascii=False, sort_keys=True), encoding="utf-8")
         return 0
-    return int(bool(compare(json.loads(first.read_text()), json.loads(second.read_text()))))
+    return int(bool(compare(read(first), read(second))))
 
 
 if __name__ == "__main__":

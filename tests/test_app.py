@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +21,12 @@ from flashlab.build.parallel import Follow
 from flashlab.cli import app, doctor
 from flashlab.core.errors import CompileError, UnknownStageError
 from flashlab.core.inputs import KINDS
+from flashlab.core.paths import ROOT
 from flashlab.core.problem import FIRST_SHAPE, Problem, suite
+from flashlab.experiments import ablation
 from flashlab.kernels import registry
 from flashlab.kernels.registry import ARCHS, STAGES
-from flashlab.measure import bench, check
+from flashlab.measure import bench, check, profile
 from flashlab.query import select
 from flashlab.record import schema, store
 from flashlab.record.checks import CheckRow
@@ -35,6 +38,7 @@ from flashlab.verify import cases, on_cpu
 from flashlab.verify.on_cpu import CheckRun
 
 FIRST_STAGE = next(iter(STAGES))
+PLAN = str(ROOT / "scripts" / "tuning.json")
 
 
 class Result:
@@ -178,6 +182,7 @@ def test_sass_listing(run: Run) -> None:
         (("results", "--against-peers", "--window", "3"), "got --window 3"),
         (("results", "--verify", "--shape", "16x16x2048x64"), "--gpu, --data and --json, got --shape"),
         (("results", "--verify", "--against-peers"), "got --against-peers"),
+        (("results", "--verify", "--inputs", "zeros"), "got --inputs"),
         (("bench", "--dry-run", "--sustained-on", "fa9"), "sustained: wanted names among 00_naive"),
     ],
 )
@@ -356,6 +361,9 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
     [
         (("bench", "--suite", "none-such"), "smoke, first, quick, standard"),
         (("bench", "--shape", "16x16"), "BxHxSxD"),
+        (("bench", "--shape", "1x8x512x64", "--suite", "first"), "wanted no --suite beside it"),
+        (("bench", "--shape", "1x8x512x64", "--sustained-on", "fa3", "--dry-run"), "wanted --sustained SECONDS beside"),
+        (("bench", "--stages", "", "--dry-run"), "wanted names joined by commas, or none, got ''"),
         (("bench", "--stages", "99_none"), FIRST_STAGE),
         (("bench", "--peers", "none-such"), "sdpa"),
         (("bench", "--stages", "none", "--peers", "none"), "at least one stage or peer"),
@@ -377,6 +385,12 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
         (("check", "--on", "cpu", "--suite", "llama"), "suite: wanted one of flash-attention"),
         (("check", "--on", "cpu", "--suite", "flash-attention", "--length", "1x1"), "wanted no --random, --length"),
         (("check", "--on", "gpu", "--races"), "--on cpu"),
+        (("check", "--on", "cpu", "--device", "1"), "--device: wanted --on gpu or both"),
+        (
+            ("check", "00", "--on", "cpu", "--suite", "flash-attention", "--dtype", "bfloat16"),
+            "got none. They take float16 at head dims 64, 128",
+        ),
+        (("compile", "05[TILE_KV=32]"), "wanted an id alone, got '05_wmma[TILE_KV=32]'. Values of tunables"),
         (("report", "--source", "guess"), "replay"),
         (("sweep", "plan", "--set", "none-such"), "quick, full, got"),
         (("sweep", "plan", "--ray", "local"), "flashlab[sweep]"),
@@ -387,6 +401,11 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
         (("repair",), "wanted GPUs' folders of records under"),
         (("tune", "09", "--shape", "bad", "--dry-run"), "shape: wanted BxHxSxD"),
         (("tune", "09", "--head-dim", "80", "--dry-run"), "Stage 09_wgmma takes head dim"),
+        (("tune", "09[TILE_KV=64]", "--dry-run"), "wanted an id alone, got '09_wgmma[TILE_KV=64]'"),
+        (("tune", "--plan", PLAN, "--limit", "3", "--dry-run"), "wanted no --limit"),
+        (("tune", "--plan", PLAN, "--head-dim", "80", "--dry-run"), "has head dims 64, 96, 128, 256"),
+        (("packed", "--decode", "--mask", "full"), "--mask: wanted no --decode beside it"),
+        (("llama", "--attention", "fa9"), "wanted one of flashlab, sdpa, fa3, nothing, sdpa_cudnn"),
         (("tune", "--plan", "p.json", "--shape", "1x1x64x64", "--dtype", "float16"), "wanted no --dtype, --shape"),
         (("report", "--stages", "99_none"), FIRST_STAGE),
         (("report", "--source", "replay", "--gpu", "none-such"), "GPUs with data"),
@@ -395,7 +414,8 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
 def test_bad_input_is_refused_before_anything_runs(
     run: Run, tmp_path: Path, arguments: tuple[str, ...], wanted: str
 ) -> None:
-    result = run(*arguments, "--data", tmp_path)
+    where = () if arguments[0] == "compile" else ("--data", tmp_path)
+    result = run(*arguments, *where)
     assert result.code == 1
     assert result.out == ""
     assert wanted in result.err
@@ -441,6 +461,17 @@ def test_a_resumed_bench_asks_for_what_is_left(run: Run, tmp_path: Path, monkeyp
         done = run("bench", "--suite", "smoke", *what, "--data", tmp_path)
         assert (done.code, done.out) == (0, "")
     assert asked == [False, True]
+
+
+def test_nothing_left_to_measure_is_an_empty_list_in_json(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "run", lambda problems, **how: None)
+    monkeypatch.setattr(profile, "profile", lambda *how: (None, ()))
+    monkeypatch.setattr(ablation, "measure", lambda axes, **how: None)
+    for command in ("bench", "profile", "ablate"):
+        done = run(command, "--resume", "--json", "--data", tmp_path)
+        assert (done.code, done.json) == (0, [])
 
 
 def test_bench_takes_part_of_a_suite(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -635,6 +666,25 @@ def test_check_runs_on_the_cpu(run: Run) -> None:
         (line,) = (line for line in result.err.splitlines() if "no GPU" in line)
         assert line == f"no GPU ({gpu.absence()}), so on the CPU"
         assert FIRST_STAGE in result.out
+
+
+@needs_compiler
+def test_a_problem_too_large_for_the_cpu_is_refused_before_its_inputs_are_made(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = ("check", FIRST_STAGE, "--on", "cpu", "--dtype", "float16", "--mask", "full", "--length")
+
+    def make_inputs(problem: Problem, seed: int) -> None:
+        raise MemoryError(f"Unable to allocate what {problem.label} takes")
+
+    monkeypatch.setattr(on_cpu, "make_inputs", make_inputs)
+    result = run(*how, "99999999x99999999")
+    assert result.code == 1
+    assert "would take about" in result.err
+    assert "nothing was compared" in result.err
+    result = run(*how, "7x8")
+    assert result.code == 1
+    assert "flashlab: wanted more memory than this machine has: Unable to allocate what B1 H2/1" in result.err
 
 
 @pytest.mark.parametrize(
@@ -870,6 +920,21 @@ def test_ablations_need_a_gpu_and_say_so(run: Run, command: list[str], tmp_path:
     assert result.code == 1
     assert "GPU" in result.err
     assert not list(tmp_path.iterdir())
+
+
+def test_claims_are_measured_for_the_gpu_at_hand_alone(run: Run, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "info", lambda index: SimpleNamespace(slug="nvidia-l4"))
+    result = run("claims", "--data", data, "--measure", "--gpu", "nvidia-h200")
+    assert result.code == 1
+    assert "--gpu: wanted nvidia-l4, which --measure is for, or no --measure, got nvidia-h200" in result.err
+
+
+def test_a_chart_that_cannot_be_written_is_said(run: Run, data: Path, tmp_path: Path) -> None:
+    sides = ("compare", "nvidia-h200", "nvidia-h200", "--shape", FIRST_SHAPE, "--mask", "full", "--data", data)
+    result = run(*sides, "--chart", tmp_path / "none" / "ratios.svg")
+    assert result.code == 1
+    assert "--chart: wanted a file that can be written, in a folder that is there, got " in result.err
+    assert run(*sides, "--chart", tmp_path / "ratios.svg").code == 0
 
 
 @pytest.mark.slow

@@ -230,6 +230,11 @@ class _OnGpu:
         ({"q": np.zeros((1, 1, 1, 64), np.float32)}, errors.DTypeError, "float16 or bfloat16, got float32"),
         ({"q": np.zeros((1, 1, 1, 64), ">f2")}, errors.DTypeError, "byte order"),
         ({"q": np.zeros((1, 1, 64), np.float16)}, errors.ShapeError, "4 dimensions"),
+        (
+            {"k": np.ma.zeros((1, 1, 1, 64), np.float16)},
+            errors.DTypeError,
+            r"k: wanted .* masked array.*`k.filled\(\)`",
+        ),
         ({"out": np.zeros((1, 1, 1, 64), np.float32)}, errors.DTypeError, "out: wanted the type of q"),
         ({"q": np.zeros((1, 1, 1, 96), np.float16)}, errors.ShapeError, "head dim"),
     ],
@@ -403,6 +408,11 @@ def test_every_call_wants_causal_to_be_true_or_false(causal: Any) -> None:
         ({"timeout_s": -1.0}, errors.ParameterError, "timeout_s: wanted"),
         ({"threads": "a"}, errors.ParameterError, "threads: wanted a positive integer"),
         ({"threads": 0}, errors.ParameterError, "threads: wanted a positive integer"),
+        ({"cancel": 1}, errors.ParameterError, "cancel: wanted a threading.Event, or None, got 1"),
+        ({"surroundings": 3}, errors.ParameterError, "surroundings: wanted a NumPy array for .* out, lse, got int$"),
+        ({"surroundings": {"k": [1]}}, errors.ParameterError, "surroundings: wanted .* got list for k"),
+        ({"surroundings": {"O": np.zeros(9)}}, errors.ParameterError, "surroundings: wanted .* got ndarray for O"),
+        ({"surroundings": {"q": np.zeros(9)}}, errors.LayoutError, "Q: wanted surroundings that the array lies in"),
     ],
 )
 def test_what_is_no_such_argument_is_refused_by_its_name(

@@ -156,6 +156,14 @@ def test_quantised_numbers_are_near_and_a_head_of_zeros_stays_one() -> None:
         flashlab.quantize_e4m3(x[0])
 
 
+def test_a_head_that_holds_an_infinity_is_lost_alone_and_without_a_warning() -> None:
+    x = _values(1, 2, 4, 128)
+    x[0, 0, 1, 2] = np.inf
+    stored, scale = flashlab.quantize_e4m3(x)
+    assert np.isinf(scale[0, 0])
+    assert np.isfinite(stored[0, 1].astype(np.float32)).all()
+
+
 @pytest.mark.parametrize(
     ("x", "error", "words"),
     [
@@ -215,6 +223,10 @@ def test_what_is_off_is_refused_with_what_works() -> None:
         flashlab.fp8_attention(x, x, x, q_scale=[[1.0, 1.0]])
     with pytest.raises(errors.DTypeError, match=r"q: wanted .* got float8_e4m3fn. `flashlab.fp8_attention` takes it"):
         flashlab.attention(x, x, x)
+    with pytest.raises(
+        errors.ShapeError, match=r"q: wanted 4 dimensions \(batch, heads, length, head_dim\), got shape"
+    ):
+        flashlab.fp8_attention(x[0], x, x)
     wide = np.zeros((1, 2, 20, 136), E4M3)[..., :128]
     with pytest.raises(errors.LayoutError, match="k: wanted rows on 16-byte boundaries"):
         flashlab.fp8_attention(x, wide, x)

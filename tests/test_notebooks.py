@@ -278,6 +278,10 @@ def test_a_wrong_value_ends_the_notebook_with_its_error(data: Path, tmp_path: Pa
         ({"stages": "00_naive,99_magic"}, UnknownStageError, "stage: wanted one of 00_naive.*, got '99_magic'"),
         ({"stages": "0"}, UnknownStageError, "wanted a unique prefix, got '0'"),
         ({"stages": 6}, ParameterError, "stages: wanted text, got 6.*`-r stages VALUE`"),
+        ({"stages": "00,f0"}, ParameterError, "stages: wanted stages of the ladder, 00_naive.*, got f0_e4m3, off the"),
+        ({"new": 16}, ParameterError, "new: wanted text, got 16.*`-r new VALUE`"),
+        ({"dtype": "half"}, ParameterError, "dtype: wanted one of float16, bfloat16, got 'half'"),
+        ({"regime": "cold"}, ParameterError, "regime: wanted one of burst, sustained, got 'cold'"),
         ({"gpu": "nvidia-abacus"}, NoDataError, "'nvidia-abacus'.*GPUs with data: nvidia-h200"),
     ],
 )
@@ -286,6 +290,21 @@ def test_settings_refuse(
 ) -> None:
     with pytest.raises(error, match=message):
         settings(**{"source": "replay", "data": data, "out": tmp_path, **arguments})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_further_parameter_is_checked(name: str) -> None:
+    """`-p new 16` is a number to papermill, and `-p dtype half` would show an empty chart."""
+    cells = [cell for cell in _cells(name) if cell.cell_type == "code"]
+    (given,) = (cell.source for cell in cells if "parameters" in cell.metadata.get("tags", ()))
+    names = {line.target.id for line in ast.parse(given).body if isinstance(line, ast.AnnAssign)}  # type: ignore[union-attr]
+    (call,) = (cell.source for cell in cells if "lab = settings(" in cell.source)
+    assert names == set(re.findall(r"(?:\"\w+\": |\w+=)(\w+)(?=[,)}])", call))
+
+
+def test_the_anatomy_of_a_stage_without_machine_code(data: Path, tmp_path: Path) -> None:
+    sweep.execute(NOTEBOOKS / "03_anatomy.ipynb", tmp_path, {"stages": "t0", "data": str(data), "source": "replay"})
+    assert "has machine code here" in (tmp_path / "03_anatomy.ipynb").read_text(encoding="utf-8")
 
 
 def test_settings_take_prefixes_of_stages(data: Path, tmp_path: Path) -> None:
@@ -593,6 +612,11 @@ def test_what_goes_wrong_comes_back_as_text(old: str, new: str, words: str) -> N
     assert run.error in trial.said(run)
     trial.findings(run.report)
     trial.conflicts({"edited": run.report})
+
+
+def test_a_trial_too_large_for_the_cpu_makes_no_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial.oracle, "make_inputs", lambda problem: pytest.fail("inputs of many gigabytes"))
+    assert "would take about" in attempt("00_naive", shape="9x99x99999x64").error
 
 
 @needs_compiler

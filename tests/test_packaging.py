@@ -240,6 +240,31 @@ def test_readme_stages_and_commands_exist() -> None:
     assert set(re.findall(r"^flashlab (\w+)", listed, re.MULTILINE)) == commands
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("counters_ncu.py", "--out", "none.jsonl", "--stages", "99_x"), "counters_ncu: stage: wanted one of 00_naive"),
+        (("site_numbers.py", "compare", "none.json", "none.json"), "wanted numbers that `dump` wrote, got none.json: "),
+        (("site_numbers.py", "dump", "site"), "wanted `site_numbers.py dump SITE FILE`"),
+        (("chart.py", "none-such"), "chart: wanted recorded runs of GPU 'none-such'"),
+    ],
+)
+def test_a_script_says_what_is_wrong_in_a_line(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    name, *others = arguments
+    program = [sys.executable, str(ROOT / "scripts" / name), *others]
+    done = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_readme_says_what_the_bundle_is_for() -> None:
+    bundle = (ROOT / "scripts" / "bundle.py").read_text(encoding="utf-8")
+    (version,) = re.findall(r'PYTHON_VERSION = "(.*)"', bundle)
+    section = README.split("## A GPU machine without internet")[1].split("##")[0]
+    assert f"an x86-64 one with Python {version} and a torch" in section
+
+
 def test_layers_name_every_subpackage() -> None:
     (flow,) = [one for one in PROJECT["tool"]["importlinter"]["contracts"] if one["type"] == "layers"]
     layers = {name.strip() for layer in flow["layers"] for name in layer.split("|")}

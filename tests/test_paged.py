@@ -422,6 +422,11 @@ def test_torch_tensors_and_a_cache_of_tokens_before_heads() -> None:
             r"at most 64 query rows .* 66\. Calls of fewer",
         ),
         ({"q": np.zeros((2, 3, 1, 64), np.float16)}, errors.ShapeError, "multiple of kv_heads"),
+        (
+            {"q": np.zeros((2, 4, 64), np.float16)},
+            errors.ShapeError,
+            r"q: wanted \(batch, q_heads, q_len, head_dim\), got",
+        ),
         ({"q": np.zeros((2, 4, 1, 64), np.float32)}, errors.DTypeError, "wanted float16"),
         ({"scale": float("nan")}, errors.ParameterError, "scale: wanted a finite number"),
         ({"stream": 0}, errors.ParameterError, "stream: wanted None"),

@@ -412,10 +412,10 @@ def test_the_command_says_what_it_would_try(tmp_path: Path) -> None:
     from flashlab.cli.app import app
 
     what = ["tune", STAGE.id, "--head-dim", "64", "--param", "WARPS=2,4", "--param", "PADDING=0,8", "--dry-run"]
-    shown = CliRunner().invoke(app, [*what, "--data", str(tmp_path)])
+    shown = CliRunner().invoke(app, [*what, "--data", str(tmp_path), "--json"])
     assert shown.exit_code == 0
-    for mask in ("full", "causal"):
-        assert f"{STAGE.id} D64 {mask} float16: 4 variants" in shown.stderr
+    row = {"stage": STAGE.id, "head_dim": 64, "dtype": "float16", "variants": 4}
+    assert json.loads(shown.stdout) == [row | {"mask": mask} for mask in ("full", "causal")]
     assert not list(tmp_path.iterdir())
 
 
@@ -613,8 +613,8 @@ def test_the_command_takes_a_stage_or_a_plan(tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, ["tune", "--plan", plan, "--head-dim", "64", "--mask", "full", "--dry-run"])
     assert shown.exit_code == 0
     (pingpong,) = (task for task in tune.read_plan(Path(plan)) if task.key == ("11_pingpong", PROBLEM))
-    assert f"11_pingpong {PROBLEM.label}: {len(pingpong.variants)} variants" in shown.stderr
-    assert "D128" not in shown.stderr
+    assert re.search(rf"^11_pingpong +{PROBLEM.label} +{len(pingpong.variants)} ", shown.stdout, re.MULTILINE)
+    assert "D128" not in shown.stdout
     assert re.search(r"^about \d+ s with the start", shown.stderr, re.MULTILINE)
     for what in ([], [STAGE.id, "--plan", plan]):
         refused = CliRunner().invoke(app, ["tune", *what])

@@ -72,6 +72,9 @@ def main() -> None:
         # The reader (`head`, a pager) left early; keep the interpreter from complaining about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
+    except MemoryError as error:
+        say(f"flashlab: wanted more memory than this machine has: {error}. A smaller problem works.")
+        sys.exit(1)
     except OSError as error:
         say(f"flashlab: {error}")
         sys.exit(1)

@@ -196,6 +196,8 @@ def check(
             say(f"no GPU ({gpu.absence()}), so on the CPU")
     if on != "cpu" and (schedule or races or insist):
         raise ParameterError(f"--schedule, --races and --insist: wanted --on cpu, which they are for, got --on {on}")
+    if on == "cpu" and device:
+        raise ParameterError(f"--device: wanted --on gpu or both, got --on cpu, where GPU {device} takes no part")
     if suite and (random or length or inputs or schedule):
         raise ParameterError("--suite: wanted no --random, --length, --inputs or --schedule, which it has itself")
     if random and (length or dtype or mask):

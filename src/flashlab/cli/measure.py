@@ -12,7 +12,7 @@ import typer
 
 from flashlab.cli import options as opt
 from flashlab.cli.kernels import kept_wrong
-from flashlab.cli.output import answer, following, say
+from flashlab.cli.output import answer, answer_nothing, following, say
 from flashlab.cli.records import RUN_COLUMNS
 from flashlab.core.errors import CheckFailedError, NoDataError, ParameterError
 from flashlab.core.inputs import ALL, NORMAL, drawn
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def bench(
     *,
-    suite: Annotated[str, typer.Option(help=f"One of {', '.join(SUITES)}.")] = "first",
+    suite: Annotated[str | None, typer.Option(help=f"One of {', '.join(SUITES)}; first if not given.")] = None,
     shape: opt.Shapes = None,
     dtype: opt.OneDType = None,
     mask: opt.OneMask = None,
@@ -68,6 +68,9 @@ def bench(
     from flashlab.measure import bench as module
     from flashlab.record import store
 
+    if shape and suite:
+        raise ParameterError(f"--shape: wanted no --suite beside it, whose place it takes, got --suite {suite}")
+    suite = suite or "first"
     shapes = [Problem.parse(text, dtype=of_type, mask=of) for text in shape or () for of_type in DTYPES for of in MASKS]
     suited = matching(shapes or suite_of(suite), dtype=dtype, mask=mask)
     kinds = kinds_in(inputs or (ALL if suite == "inputs" and not shape else NORMAL))
@@ -101,7 +104,13 @@ def bench(
     if sustained is not None:
         changes["sustained_shapes"] = None
     what: dict[str, Any] = {"stages": named, "peers": opt.names_in(peers), "sources": opt.sources(source)}
-    what |= {"plan": replace(module.Plan() if shape else module.plan_of(suite), **changes), "ceilings": ceilings}
+    planned = replace(module.Plan() if shape else module.plan_of(suite), **changes)
+    what |= {"plan": planned, "ceilings": ceilings}
+    names = planned.sustained_names or ()
+    if names and not any(planned.sustains(problem, name) for problem in problems for name in names):
+        raise ParameterError(
+            "--sustained-on: wanted --sustained SECONDS beside it: none of these problems is sustained"
+        )
     if dry_run:
         known = [row for name in store.gpus() for row in store.measurements(name)]
         estimates, total_s = module.estimate(problems, **what, known=known)
@@ -112,7 +121,9 @@ def bench(
     with following("measuring") as follow:
         options = module.Options(data=data, device=device, progress=follow, note=say, resume=resume)
         path = module.run(problems, **what, options=options)
-    if path is not None:
+    if path is None:
+        answer_nothing(as_json)
+    else:
         _show_run(path, as_json)
 
 
@@ -134,7 +145,7 @@ def _show_run(path: Path, as_json: bool) -> None:
 
 
 def tune(
-    stage: Annotated[str | None, opt.STAGE] = None,
+    stage: Annotated[str | None, opt.BARE_STAGE] = None,
     *,
     plan: Annotated[
         Path | None, typer.Option(help="JSON, such as scripts/tuning.json: stages and variants, for no STAGE.")
@@ -144,7 +155,9 @@ def tune(
     dtype: Annotated[DType | None, typer.Option(help="Element type; float16 if not given.")] = None,
     param: Annotated[list[str] | None, typer.Option(help="NAME=a,b,c: values to try; all of all if not given.")] = None,
     each: Annotated[bool, typer.Option("--each", help="Vary one tunable at a time, not all combinations.")] = False,
-    limit: Annotated[int, typer.Option(help="Refuse more combinations than these.", min=1)] = 256,
+    limit: Annotated[
+        int | None, typer.Option(help="Refuse more combinations than these; 256 if not given.", min=1)
+    ] = None,
     shape: opt.Shapes = None,
     inputs: opt.TheInputs = NORMAL,
     resume: opt.Resume = False,
@@ -162,36 +175,55 @@ def tune(
         raise ParameterError("wanted a STAGE or --plan, got " + ("neither" if stage is None else "both"))
     if resume and plan is None:
         raise ParameterError("--resume: wanted --plan, whose problems stand alone, got the rounds of one STAGE")
-    here = {"--dtype": dtype, "--param": param, "--each": each, "--shape": shape, "--inputs": inputs != NORMAL}
+    here = {"--dtype": dtype, "--param": param, "--each": each, "--shape": shape, "--limit": limit}
+    here |= {"--inputs": inputs != NORMAL}
     if plan is not None and (given := [name for name, value in here.items() if value]):
         raise ParameterError(f"--plan: wanted no {', '.join(given)}: an entry of the file says what it tries and where")
     of_type = dtype or "float16"
+    rows: list[dict[str, Any]] = []
     options = Options(data=data, device=device, note=say, resume=resume)
     tunings: list[list[module.Task]] = []
     if plan is not None:
-        tasks = [task for task in module.read_plan(plan) if matching([task.key.problem], head_dim=head_dim, mask=mask)]
+        known = module.read_plan(plan)
+        tasks = [task for task in known if matching([task.key.problem], head_dim=head_dim, mask=mask)]
+        if not tasks:
+            dims = ", ".join(map(str, sorted({task.key.problem.head_dim for task in known}))) or "none"
+            raise ParameterError(
+                f"--plan: wanted entries of that head dim and mask, found none. {plan} has head dims {dims}"
+            )
         if dry_run:
-            for task in tasks:
-                beside = f", beside {', '.join(task.peers)}" if task.peers else ""
-                say(f"{task.key.stage} {task.key.problem.label}: {len(task.variants)} variants{beside}")
+            rows = [
+                {
+                    "stage": task.key.stage,
+                    "problem": task.key.problem.label,
+                    "variants": len(task.variants),
+                    "beside": task.peers,
+                }
+                for task in tasks
+            ]
+            answer(rows, ("stage", "problem", "variants", "beside"), as_json=as_json)
             say(f"about {module.estimate_s(tasks):.0f} s with the start; nothing was measured")
             return
         with following("tuning") as follow:
             tunings = [[one] for one in module.tune_all(tasks, options=replace(options, progress=follow))]
     elif stage is not None:
         entry = registry.get(stage)
-        how: dict[str, Any] = {"grid": module.parse_grid(entry, param) if param else None, "each": each, "limit": limit}
+        how: dict[str, Any] = {"grid": module.parse_grid(entry, param) if param else None, "each": each}
+        how["limit"] = limit or module.LIMIT
         where: dict[str, Any] = {"shapes": shape, "inputs": drawn(inputs)}
         for dim, of in product(head_dim or entry.head_dims, (mask,) if mask else MASKS):
             for problem in module.problems_of(head_dim=dim, mask=of, dtype=of_type, shapes=shape):
                 entry.require(problem)
             if dry_run:
-                say(f"{stage} D{dim} {of} {of_type}: {len(module.variants_of(entry, dim, **how))} variants")
+                variants = len(module.variants_of(entry, dim, **how))
+                rows.append({"stage": stage, "head_dim": dim, "mask": of, "dtype": of_type, "variants": variants})
                 continue
             with following("tuning") as follow:
                 where["options"] = replace(options, progress=follow)
                 tunings.append(module.tune(stage, head_dim=dim, mask=of, dtype=of_type, **how, **where))
-    if not dry_run:
+    if dry_run:
+        answer(rows, ("stage", "head_dim", "mask", "dtype", "variants"), as_json=as_json)
+    else:
         _show_tuned(tunings, as_json)
 
 
@@ -286,6 +318,7 @@ def profile(
     options = replace(module.OPTIONS, data=data, device=device, note=note, resume=resume)
     path, profiles = module.profile(stage_ids or None, problem, options)
     if path is None:
+        answer_nothing(as_json)
         return
     counters = ("tensor_percent", "issue_percent", "warps_percent", "dram_bytes", "l2_bytes", "conflict_percent")
     answer(

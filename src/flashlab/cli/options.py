@@ -20,17 +20,24 @@ _COMMA = re.compile(r",(?![^\[]*\])")
 
 
 def names_in(text: str | None) -> list[str] | None:
-    """Names joined by commas, those in brackets left alone; None where none are given, empty for `none`."""
+    """Names joined by commas, those in brackets left alone; None where none are given, empty for `none`.
+
+    Raises:
+        ParameterError: nothing but commas, as an unset variable of a shell leaves it.
+    """
     if text is None:
         return None
-    return [name.strip() for name in _COMMA.split(text) if name.strip() not in ("", "none")]
+    names = [name.strip() for name in _COMMA.split(text) if name.strip()]
+    if not names:
+        raise ParameterError(f"wanted names joined by commas, or none, got {text!r}; all without the option")
+    return [name for name in names if name != "none"]
 
 
 def stages_in(text: str | None) -> list[str] | None:
     """As `names_in`, of stages: a unique prefix becomes the full id.
 
     Raises:
-        UnknownStageError: no stage begins so, or several do.
+        UnknownStageError, ParameterError: no stage begins so, or several do; nothing but commas.
     """
     found: list[str] | None = _resolve(names_in(text))
     return found
@@ -99,6 +106,9 @@ STAGE = typer.Argument(
     callback=_resolve,
     autocompletion=_complete,
     help="A stage's id or a unique prefix of it; ID[NAME=VALUE] with values of its tunables.",
+)
+BARE_STAGE = typer.Argument(
+    metavar="STAGE", callback=_resolve, autocompletion=_complete, help="A stage's id or a unique prefix of it."
 )
 StageIds = Annotated[
     list[str] | None,

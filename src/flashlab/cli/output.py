@@ -63,6 +63,12 @@ def answer(
     console.print(table)
 
 
+def answer_nothing(as_json: bool) -> None:
+    """Where there was nothing to do, which a message says: JSON without rows, and no table."""
+    if as_json:
+        answer((), as_json=True)
+
+
 def _blocks(console: Console, headings: Sequence[str], cells: Sequence[Sequence[str]], title: str | None) -> None:
     """Each row in lines of its own, for a terminal where a table's columns would cut words into pieces."""
     how: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}

@@ -11,7 +11,7 @@ import typer
 
 from flashlab.cli import options as opt
 from flashlab.cli.output import answer, say
-from flashlab.core.errors import DamagedRecordError, NoDataError, ParameterError
+from flashlab.core.errors import DamagedRecordError, NoDataError, OutputError, ParameterError
 from flashlab.core.inputs import KINDS, NORMAL
 from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import DATA
@@ -72,6 +72,7 @@ def results(
     others = {"regime": regime, "cache": cache, "window": window, "softcap": softcap or None}
     if verify:
         narrower = {"shape": shape, "dtype": dtype, "mask": mask, "against-peers": against_peers, **others}
+        narrower["inputs"] = inputs != NORMAL
         if given := " ".join(f"--{key}" for key, value in narrower.items() if value):
             raise ParameterError(f"--verify: wanted no option beside it but --gpu, --data and --json, got {given}")
         folders = store.folders(data) if gpu is None else ()
@@ -215,7 +216,12 @@ def compare(
     if chart is not None:
         from flashlab.show import charts
 
-        chart.write_text(charts.changes(comparison, rows).svg["wide"], encoding="utf-8")
+        try:
+            chart.write_text(charts.changes(comparison, rows).svg["wide"], encoding="utf-8")
+        except OSError as error:
+            raise OutputError(
+                f"--chart: wanted a file that can be written, in a folder that is there, got {chart}: {error.strerror}"
+            ) from error
         say(f"drawn in {chart}")
     columns = {
         **{"problem": "problem.label", "name": "name", "A µs": "before_us", "B µs": "after_us", "ratio": "ratio"},

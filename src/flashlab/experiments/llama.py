@@ -80,7 +80,8 @@ def measure(
     """
     for name in attentions:
         if name not in (*ATTENTIONS, *peers.PEERS):
-            raise ParameterError(f"attention: wanted one of {', '.join((*ATTENTIONS, *peers.PEERS))}, got {name!r}")
+            able = dict.fromkeys((*ATTENTIONS, *peers.PEERS))
+            raise ParameterError(f"attention: wanted one of {', '.join(able)}, got {name!r}")
     job: Message = {"attentions": list(attentions), "new": new, "batches": list(batches), "prompt": prompt}
     job |= {"repeats": repeats, "geometry": dict(GEOMETRY)}
     return record_rows(ModelRun, job, options, step_s=TIMEOUT_S, total_s=TIMEOUT_S)

@@ -372,6 +372,11 @@ def resolve(name: str) -> str:
 
 def _unknown(name: str) -> UnknownStageError:
     """That no stage has that id, with what was probably meant."""
+    if name.partition("[")[0] in {*STAGES, *OFF_LADDER}:
+        return UnknownStageError(
+            f"stage: wanted an id alone, got {name!r}. Values of tunables in brackets are for `flashlab check`, `sass` "
+            "and `bench`; in Python, `params` takes them"
+        )
     for folder, suffix in product(_FOLDERS.values(), (".cu", ".py")):
         if name and (KERNELS / f"{folder}{name}{suffix}").is_file():
             return UnknownStageError(f"stage: wanted an entry kernels/{folder}{name}.toml beside its source, got none")

@@ -343,7 +343,8 @@ def profile(
     chosen = [registry.get(stage_id) for stage_id in (registry.STAGES if stage_ids is None else stage_ids)]
     able = {stage.id: stage for stage in chosen if stage.why_not(problem, here.arch) is None}
     if not able:
-        raise ParameterError(f"wanted a stage that takes {problem.label} on {here.arch}, got none")
+        why = " ".join(dict.fromkeys(filter(None, (stage.why_not(problem, here.arch) for stage in chosen))))
+        raise ParameterError(f"wanted a stage that takes {problem.label} on {here.arch}, got none. {why}")
     if options.resume:
         done = {
             (one.problem, one.cubin_sha256)

@@ -411,6 +411,10 @@ def on_host(obj: Any, name: str) -> DeviceArray:
             f"{name}: wanted {_ON_HOST}, of float16 or bfloat16, got {type(obj).__name__}, which NumPy cannot read: "
             f"{error}. `numpy.asarray` of it, with ml_dtypes.bfloat16 as the type where it is bfloat16, works."
         ) from error
+    if isinstance(array, np.ma.MaskedArray):
+        raise DTypeError(
+            f"{name}: wanted {_ON_HOST}, got a masked array, whose mask no kernel reads. `{name}.filled()` works."
+        )
     if not array.dtype.isnative:
         raise DTypeError(f"{name}: wanted this machine's byte order, got {array.dtype}")
     if any(stride % array.itemsize for stride in array.strides):

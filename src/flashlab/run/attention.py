@@ -26,6 +26,7 @@ import numpy as np
 from flashlab.build import compiler, triton_code
 from flashlab.build.compiler import Variant
 from flashlab.core.errors import EmulationError, ParameterError, TooLargeError, UnsupportedError
+from flashlab.core.problem import Problem
 from flashlab.kernels.registry import Stage
 from flashlab.record.checks import Fallbacks as Fallbacks
 from flashlab.run import arrays, choice, emulator, gpu, recipes
@@ -406,9 +407,13 @@ def emulate(
         EmulationError: the run failed, or took longer.
         CompileError: the stage's file does not compile.
         MissingPackageError: there is no C++ compiler.
+        KeyboardInterrupt: Ctrl-C, or `cancel`; the worker is gone.
     """
     emulator.schedule_item(schedule)
     emulator.check_limits(timeout_s, threads)
+    _check_surroundings(surroundings)
+    if not isinstance(cancel, threading.Event | None):
+        raise ParameterError(f"cancel: wanted a threading.Event, or None, got {cancel!r}")
     arrays.refuse_gradients(q=q, k=k, v=v, out=out, lse=lse)
     place = arrays.place_of(q, None, "cpu")
     inputs = {name: place.view(of, name) for name, of in {"q": q, "k": k, "v": v, **_named(sequences)}.items()}
@@ -421,7 +426,7 @@ def emulate(
         total_q, total_k = inputs["q"].shape[0], inputs["k"].shape[0]
         check_lengths(*ends, total_q=total_q, total_k=total_k, max_seqlen_q=sequences.max_seqlen_q)
     elif timeout_s is not None:
-        _refuse_too_large(planned, timeout_s=timeout_s, races=races, threads=threads)
+        refuse_too_large(planned.stage.id, planned.problem, timeout_s=timeout_s, races=races, threads=threads)
     made = outputs_of(place, inputs, out, lse, return_lse=return_lse)
     variant = Variant.of(
         planned.stage, planned.problem, aligned=planned.aligned, overrides=tunables(params), source=_file(source)
@@ -439,6 +444,17 @@ def emulate(
     call.finish(report)
     fallbacks = Fallbacks(*call.fallbacks.tolist()) if count_fallbacks else None
     return Emulation(out=made.out, lse=made.lse, report=report, kernel=kernel, plan=planned, fallbacks=fallbacks)
+
+
+_SURROUNDED = ("q", "k", "v", "out", "lse")
+
+
+def _check_surroundings(given: Any) -> None:
+    """Raises `ParameterError` where it is not None, nor NumPy arrays by the names of those that are views into them."""
+    named = dict(given) if isinstance(given, Mapping) else {"": given}
+    if given is not None and not all(name in _SURROUNDED and isinstance(x, np.ndarray) for name, x in named.items()):
+        got = ", ".join(f"{type(x).__name__}{name and f' for {name}'}" for name, x in named.items())
+        raise ParameterError(f"surroundings: wanted a NumPy array for some of {', '.join(_SURROUNDED)}, got {got}")
 
 
 def _kernel_on_cpu(variant: Variant, *, schedule: str, races: bool) -> emulator.Emulated:
@@ -584,12 +600,16 @@ def run_on_cpu(
     call.finish(call.launch())
 
 
-def _refuse_too_large(planned: Plan, *, timeout_s: float, races: bool, threads: int | None) -> None:
-    problem, cores = planned.problem, threads or emulator.cores()
+def refuse_too_large(stage_id: str, problem: Problem, *, timeout_s: float, races: bool, threads: int | None) -> None:
+    """Raises `TooLargeError` where a stage would clearly take longer; `emulate` has the other arguments.
+
+    Whoever draws the inputs asks before, since they may be more than fits into memory.
+    """
+    cores = threads or emulator.cores()
     seconds = problem.flops * (_HOOKS_COST if races else 1.0) / (_ASSUMED_FLOPS_PER_S * cores)
     if seconds > _CLEARLY * timeout_s:
         raise TooLargeError(
-            f"{problem.label} by stage {planned.stage.id} would take about {_duration(seconds)} on {cores} "
+            f"{problem.label} by stage {stage_id} would take about {_duration(seconds)} on {cores} "
             f"core{'s' if cores > 1 else ''}; wanted at most {_duration(timeout_s)}. A smaller problem works; "
             "`flashlab.emulate(…, timeout_s=None)` and `flashlab check --insist` take as long as it takes.",
             seconds=seconds,

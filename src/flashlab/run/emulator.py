@@ -101,7 +101,8 @@ class Memory:
         low, high = np.lib.array_utils.byte_bounds(array if pointer.surroundings is None else pointer.surroundings)
         address = int(array.ctypes.data)
         if pointer.surroundings is not None and not (low <= address < high or array.size == 0):
-            raise LayoutError(f"{fallback_name}: wanted surroundings that the array lies in, got another array")
+            name = pointer.name or fallback_name
+            raise LayoutError(f"{name}: wanted surroundings that the array lies in, got another array")
         start = -(-self._end // _ALIGNMENT) * _ALIGNMENT + low % _ALIGNMENT
         offset = start + address - low
         self._end = start + (high - low) + _GAP_BYTES

@@ -107,7 +107,8 @@ def quantize_e4m3(x: Any) -> tuple[Any, Any]:
     wide = x.float() if of_torch else view.owner.astype("float32", order="C")
     scale = library.amax(library.abs(wide), (-2, -1)) / LARGEST
     scale = library.where(scale == 0, library.ones_like(scale), scale)
-    scaled = wide / scale[..., None, None]
+    with np.errstate(invalid="ignore"):  # infinity by infinity, in a head that is lost
+        scaled = wide / scale[..., None, None]
     if of_torch:
         return scaled.to(library.float8_e4m3fn).contiguous(), scale
     return scaled.astype(ml_dtypes.float8_e4m3fn), scale
@@ -163,6 +164,7 @@ def fp8_attention(
     inputs = {name: _stored(here.view(of, name), name) for name, of in (("q", q), ("k", k), ("v", v))}
     problem = problem_of({name: replace(one, dtype=dtype) for name, one in inputs.items()}, causal)
     for name, one in inputs.items():
+        _check_rows(name, one)
         check_layout(name, one, inputs["q"])
     heads = {"Q": problem.q_heads, "K": problem.kv_heads, "V": problem.kv_heads}
     scales = {}
@@ -195,11 +197,14 @@ def _stored(view: DeviceArray, name: str) -> DeviceArray:
         raise DTypeError(
             f"{name}: wanted float8_e4m3fn, got {view.dtype}. `flashlab.quantize_e4m3({name})` makes one and its scale."
         )
+    return view
+
+
+def _check_rows(name: str, view: DeviceArray) -> None:
     if reason := why_slow(name, view, tensor_maps=True):
         raise LayoutError(
             f"{name}: wanted rows on {ROW_ALIGNMENT_BYTES}-byte boundaries, as in a contiguous copy; {reason}"
         )
-    return view
 
 
 def _scale(name: str, view: DeviceArray, wanted: tuple[int, int], q: DeviceArray) -> DeviceArray:

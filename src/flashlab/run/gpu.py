@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 WORKS_WITHOUT = (
     "Without a GPU work `flashlab doctor`, `stages`, `compile`, `sass`, `check --on cpu`, `explain`, `results`, "
-    "`claims`, `tuned`, `report`, `bench --dry-run`, `tune --dry-run` and `ablate --list`; and in Python "
-    "`flashlab.attention` and `flashlab.emulate` of arrays in host memory."
+    "`compare`, `claims`, `tuned`, `collect`, `repair`, `report`, `sweep plan`, `bench --dry-run`, `tune --dry-run` "
+    "and `ablate --list`; and in Python `flashlab.attention` and `flashlab.emulate` of arrays in host memory."
 )
 _WANTED = "wanted a CUDA GPU, got "
 NVML_SM, NVML_CORE = 1, 0

@@ -292,6 +292,11 @@ def _as_timed(problem: Problem) -> Problem:
 def _problem(inputs: Mapping[str, DeviceArray], table: DeviceArray, lengths: DeviceArray, causal: bool) -> Problem:
     """The problem of sequences as long as the page table has room for."""
     q, k, v = inputs.values()
+    if len(q.shape) != 4:
+        raise ShapeError(
+            f"q: wanted (batch, q_heads, q_len, head_dim), got shape {q.shape}. `q[:, :, None]` makes one of a row a "
+            "sequence, (batch, q_heads, head_dim)"
+        )
     _check_pages(table, lengths, q, "q")
     _check_cache(k, v)
     _, kv_heads, page_size, head_dim = k.shape

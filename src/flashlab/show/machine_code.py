@@ -10,6 +10,9 @@ from flashlab.build.sass import Instruction
 from flashlab.core.errors import CompileError
 from flashlab.show.tables import Column, code, markdown, stage, table
 
+NONE = "*None of the chosen stages has machine code here: those in Triton are not compiled, and others only if sound.*"
+"""Where there is no machine code to show."""
+
 
 def compiled(cubins: Sequence[Cubin | CompileError], labels: Sequence[tuple[str, str]]) -> str:
     """Registers a thread of each kernel on each architecture, and what spills.

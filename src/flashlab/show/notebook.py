@@ -31,7 +31,7 @@ from flashlab.core.errors import CompileError, NoDataError, ParameterError, Repo
 from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import BUILD, DATA, writable_dir
-from flashlab.core.problem import FIRST_SHAPE, Problem
+from flashlab.core.problem import DTYPES, FIRST_SHAPE, MASKS, Problem, Regime
 from flashlab.core.problem import suite as problems_of
 from flashlab.kernels import registry
 from flashlab.query import contests, select
@@ -48,6 +48,8 @@ from flashlab.verify import cases, on_cpu
 
 Source = Literal["measure", "replay"]
 SOURCES = ("auto", *get_args(Source))
+CHOICES: Mapping[str, Sequence[str]] = {"dtype": DTYPES, "mask": MASKS, "regime": get_args(Regime)}
+"""What further parameters of notebooks may be, by name."""
 SCHEDULES = ("ascending", "descending", "seeded:1")
 """The orders of warps that the notebooks run."""
 LENGTHS = ((1, 1), (113, 203), (239, 1))
@@ -342,6 +344,7 @@ def settings(
     inputs: str = NORMAL,
     out: str | Path = "",
     data: str | Path = "",
+    **others: str,
 ) -> Lab:
     """Check and resolve a notebook's parameters.
 
@@ -350,33 +353,41 @@ def settings(
             `gpu` names no other.
         gpu: folder name under data/, `nvidia-h200`; empty: this machine's when measuring, else the main one, the first
             of `store.gpus`.
-        stages: stage ids, or unique prefixes of them, joined by commas; empty: all.
-        suite: `smoke`, `first` or `standard`.
+        stages: ids of the ladder's stages, or unique prefixes of them, joined by commas; empty: all.
+        suite: one of `problem.SUITES`.
         inputs: kinds of inputs joined by commas, or `all`; see `inputs.KINDS`.
         out: folder of the result file; empty: build/notebooks.
         data: folder of the records; empty: the checkout's data/.
+        others: what else the notebook takes, all of it text; some are one of `CHOICES`.
 
     Raises:
-        ParameterError: no such source, suite or kind of inputs, a value that is no text, or `gpu` names a GPU that
-            this machine lacks while measuring, or then the environment says of the machine what `provenance.start`
-            refuses.
+        ParameterError: no such source, suite or kind of inputs, a stage that is none of the ladder's, a value that is
+            no text, or `gpu` names a GPU that this machine lacks while measuring, or then the environment says of the
+            machine what `provenance.start` refuses.
         UnknownStageError: no such stage.
         NoGpuError: `measure` without a GPU.
         NoDataError: `data` is no folder, or `replay` of a GPU that has no records.
         OutputError: `out` cannot be written, or `data` while measuring.
     """
     given: dict[str, Any] = {"gpu": gpu, "stages": stages, "inputs": inputs, "out": out, "data": data}
-    for name, value in given.items():
+    for name, value in {**given, **others}.items():
         if not isinstance(value, str | Sequence | Path):
             raise ParameterError(
                 f"{name}: wanted text, got {value!r}. papermill's -p reads digits as a number; `-r {name} VALUE` not"
             )
+        if name in CHOICES and value not in CHOICES[name]:
+            raise ParameterError(f"{name}: wanted one of {', '.join(CHOICES[name])}, got {value!r}")
     if source not in SOURCES:
         raise ParameterError(f"source: wanted one of {', '.join(SOURCES)}, got {source!r}")
     problems_of(suite)
     kinds = kinds_in(inputs)
     names = [name.strip() for name in stages.split(",")] if isinstance(stages, str) else list(stages)
     chosen = {registry.get(registry.resolve(name)).id for name in names if name}
+    if off := sorted(chosen.difference(registry.STAGES)):
+        raise ParameterError(
+            f"stages: wanted stages of the ladder, {', '.join(registry.STAGES)}, got {', '.join(off)}, off the ladder. "
+            "`flashlab bench --stages` and `flashlab check` take those"
+        )
     data_folder = Path(data).resolve() if data else DATA
     if not data_folder.is_dir():
         raise NoDataError(

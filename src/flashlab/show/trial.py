@@ -35,7 +35,7 @@ from flashlab.record import store
 from flashlab.record.checks import CheckRow, Compared, EmulatorVerdict
 from flashlab.record.schema import StageCounters, Verdict
 from flashlab.run import emulator
-from flashlab.run.attention import emulate
+from flashlab.run.attention import emulate, refuse_too_large
 from flashlab.run.emulator import Place, Report
 from flashlab.show import charts
 from flashlab.show.charts import Chart
@@ -195,9 +195,11 @@ def attempt(
     kernel = registry.get(stage_id)
     problem = Problem.parse(shape, mask=mask)
     kernel.require(problem)
-    q, k, v = (_aligned_like_cuda(values) for values in oracle.make_inputs(problem))
     what: dict[str, Any] = {"stage": kernel.id, "problem": problem, "schedule": schedule}
+    races = kernel.language == "cuda"
     try:
+        refuse_too_large(kernel.id, problem, timeout_s=timeout_s, races=races, threads=None)
+        q, k, v = (_aligned_like_cuda(values) for values in oracle.make_inputs(problem))
         ran = emulate(
             q,
             k,
@@ -209,7 +211,7 @@ def attempt(
             params=params,
             source=source,
             schedule=schedule,
-            races=kernel.language == "cuda",
+            races=races,
             timeout_s=timeout_s,
         )
     except (ParameterError, OutputError):

@@ -135,9 +135,13 @@ def _require(what: str, values: Sequence[str], known: Collection[str]) -> None:
             raise ParameterError(f"{what}: wanted one of {', '.join(known)}, got {value!r}")
 
 
-def _some(chosen: list[Case]) -> list[Case]:
+def _some(chosen: list[Case], among: Sequence[Case] = ()) -> list[Case]:
     if not chosen:
-        raise ParameterError("wanted at least one stage that takes one of those types and head dims, got none")
+        dtypes, dims = ({getattr(case.problem, name) for case in among} for name in ("dtype", "head_dim"))
+        have = (
+            f". They take {', '.join(sorted(dtypes))} at head dims {', '.join(map(str, sorted(dims)))}" if among else ""
+        )
+        raise ParameterError(f"wanted at least one stage that takes one of those types and head dims, got none{have}")
     return chosen
 
 
@@ -175,7 +179,7 @@ def only(
         ParameterError: nothing is left.
     """
     wanted = {"dtype": [*dtypes], "mask": [*masks], "head_dim": [*(head_dims or ())]}
-    return _some([case for case in among if matching([case.problem], **wanted)])
+    return _some([case for case in among if matching([case.problem], **wanted)], among)
 
 
 def chosen_cases(

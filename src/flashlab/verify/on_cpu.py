@@ -21,7 +21,7 @@ from flashlab.kernels.registry import Implementation
 from flashlab.record.checks import CheckRow, EmulatorVerdict
 from flashlab.record.schema import Status, Verdict
 from flashlab.run import emulator
-from flashlab.run.attention import Emulation, emulate
+from flashlab.run.attention import Emulation, emulate, refuse_too_large
 from flashlab.verify.cases import (
     LAYOUTS,
     MANY_SCORES,
@@ -143,6 +143,8 @@ def check_on_cpu(
         try:
             if error := refused.get((_variant(implementation, case).label, detect)):
                 raise error
+            if timeout_s is not None:
+                refuse_too_large(name, case.problem, timeout_s=timeout_s, races=detect, threads=1)
             shared_heads = case.layout if "=" in case.layout else ""  # other numbers
             verdict, ran = emulated_verdict(
                 implementation.id,

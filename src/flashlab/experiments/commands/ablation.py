@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flashlab.cli import options as opt
-from flashlab.cli.output import answer, following, say
+from flashlab.cli.output import answer, answer_nothing, following, say
 from flashlab.core.errors import CheckFailedError, ParameterError
 from flashlab.core.inputs import NORMAL, drawn
 from flashlab.core.inputs import parse as kinds_in
@@ -134,6 +134,7 @@ def split(
 def _show(effects: Sequence[Effect], path: Path | None, as_json: bool) -> None:
     """Levels or parts beside the first of their group; that there was nothing to measure, without a file of them."""
     if path is None:
+        answer_nothing(as_json)
         say("All of it is on record; nothing was measured.")
         return
     columns = ("group", "name", "shape", "mask", "median_us", "ratio", "interval", "verdict", "samples")

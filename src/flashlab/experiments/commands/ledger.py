@@ -10,7 +10,7 @@ import typer
 
 from flashlab.cli import options as opt
 from flashlab.cli.output import answer, following, say
-from flashlab.core.errors import CheckFailedError
+from flashlab.core.errors import CheckFailedError, ParameterError
 from flashlab.core.paths import DATA
 
 
@@ -32,8 +32,12 @@ def claims(
     from flashlab.experiments import ledger, rules_log
     from flashlab.measure.options import Options
     from flashlab.record import store
+    from flashlab.run import gpu as devices
 
     if measure:
+        here = devices.info(device).slug
+        if gpu not in (None, "", here):
+            raise ParameterError(f"--gpu: wanted {here}, which --measure is for, or no --measure, got {gpu}")
         with following("measuring") as follow:
             for path in ledger.measure(
                 options=Options(data=data, device=device, progress=follow, note=say, resume=True)

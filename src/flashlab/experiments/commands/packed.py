@@ -50,7 +50,7 @@ def packed(
         ("--head-dim", head_dim, not decode),
     ):
         if value and not fits:
-            raise ParameterError(f"{name}: wanted {'without' if decode else 'with'} --decode")
+            raise ParameterError(f"{name}: wanted {'no --decode' if decode else '--decode'} beside it")
     given: dict[str, Any] = {"distributions": opt.names_in(lengths), "dtypes": [dtype] if dtype else None}
     given |= {
         "stages": opt.stages_in(stages),
