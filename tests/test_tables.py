@@ -151,6 +151,19 @@ def _faced(problem: Problem, ratio: float, sustained: float | None = None) -> Ag
     )  # fmt: skip
 
 
+def test_of_two_sessions_the_one_with_fewer_rows_is_named() -> None:
+    earlier, later = "20260102T030000Z-0123abc", "20260103T030000Z-4567def"
+    rows = [measurement(name, FIRST, run=earlier) for name in ("00_naive", "01_coalesced")]
+    last = measurement("16_ones_column", FIRST, run=later)
+    assert tables.elsewhere_note([*rows, last]) == (
+        "Of other sessions than the last stage, perhaps on another GPU: all but `16_ones_column`."
+    )
+    assert tables.elsewhere_note([rows[0], last]) == (
+        "Of another session than the last stage, perhaps on another GPU: `00_naive`."
+    )
+    assert tables.elsewhere_note([last]) == ""
+
+
 def test_ratios_by_kind_begin_with_the_worst_and_have_trained_beside_normal() -> None:
     causal = {"mask": "causal", "dtype": "bfloat16"}
     layers = _faced(FIRST, 1.02).burst
@@ -439,6 +452,18 @@ def test_a_prediction_is_scored_by_how_far_outside_its_range_it_lies() -> None:
     assert tables.outcome(nothing) == "not on record"
     text = tables.predictions([*of.values(), nothing])
     assert text.startswith("Of 3 numbers 1 lie inside their range, 1 above it and 1 below.")
+    units = {expected.of: tables._range(replace(nothing, expected=expected)) for expected in stage.expected}
+    assert all(text.endswith(" TFLOP/s") == (of == "tflops") for of, text in units.items())
+
+
+def test_a_predicted_number_at_another_problem_than_the_first_says_which() -> None:
+    stage = registry.STAGES["12_persistent"]
+    full, causal = (
+        tables.scored([predictions.Scored(stage=stage, expected=one, measured=None, run="")])
+        for one in (replace(stage.expected[0], mask="full"), replace(stage.expected[0], mask="causal"))
+    )
+    assert full == f"“{stage.expected[0].words}” → –, not on record"
+    assert causal == f"“{stage.expected[0].words}” (causal) → –, not on record"
 
 
 def test_a_predicted_ratio_is_of_two_rows_of_one_run(tmp_path: Path) -> None:

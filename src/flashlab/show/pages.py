@@ -448,7 +448,8 @@ def _front_cards(
     cards = [(f"{number(rate)} TFLOP/s", f"the default version, {stage.name}")]
     foot = next(row for row in rows if row.kind == "stage" and select.rate(row))
     if foot is not stage:
-        cards.append((times(rate / (select.rate(foot) or rate)), f"over {foot.name}"))
+        late = ", timed in another session" if foot in select.elsewhere(rows) else ""
+        cards.append((times(rate / (select.rate(foot) or rate)), f"over {foot.name}{late}"))
     if peer is None:
         return cards
     library = tables.peer_title(contest.peer if contest else peer.name)

@@ -339,8 +339,11 @@ def lacks(name: str, dtype: str) -> str:
 def elsewhere_note(rows: Sequence[Measurement]) -> str:
     """What must be said where rows of another session stand among `rows`; empty where there are none."""
     late = select.elsewhere(rows)
-    names = ", ".join(title(row) for row in late)
-    return f"Of another session than the last stage, perhaps on another GPU: {names}." if late else ""
+    same = [row for row in rows if row.samples_of() and row not in late]
+    if len(late) <= len(same):
+        names = ", ".join(map(title, late))
+        return f"Of another session than the last stage, perhaps on another GPU: {names}." if late else ""
+    return f"Of other sessions than the last stage, perhaps on another GPU: all but {', '.join(map(title, same))}."
 
 
 def off_ladder(rows: Sequence[Measurement], shown: Iterable[str]) -> str:
@@ -580,8 +583,8 @@ def _accuracy_of(dtype: str, kinds: Mapping[str, Sequence[contests.Accuracy]]) -
 
 
 def _range(one: Scored) -> str:
-    sign = "×" if one.expected.of == "ratio" else ""
-    return f"{sign}{one.expected.low:g} to {sign}{one.expected.high:g}"
+    sign, unit = ("×", "") if one.expected.of == "ratio" else ("", " TFLOP/s")
+    return f"{sign}{one.expected.low:g} to {sign}{one.expected.high:g}{unit}"
 
 
 def _where(one: Scored) -> str:
@@ -604,11 +607,11 @@ def outcome(one: Scored) -> str:
 
 
 def scored(found: Sequence[Scored]) -> str:
-    """A prediction's numbers in its own words, each with what was measured; empty where it has none."""
+    """A prediction's numbers in its own words, each with where it is of another problem than the first, and what was
+    measured; empty where it has none."""
 
     def said(one: Scored) -> str:
-        alone = sum(one.expected.words == other.expected.words for other in found) == 1
-        where = "" if alone else f" at {one.expected.problem.label}"
+        where = f" ({_where(one)})" if _where(one) else ""
         return f"“{one.expected.words}”{where} → {_measured(one) or '–'}, {outcome(one)}"
 
     return "; ".join(map(said, found))
