@@ -436,12 +436,12 @@ def test_gpus_are_compared_at_the_same_problems_with_clocks_power_and_ratio(two_
     assert "| SMs | 132 | 132 |" in machines
     common = [name for name in list(STAGES)[::2] if name in {row.name for row in everything[0].rows()}]
     for name in common:
-        assert f"| B16 H16 S2048 D64 full float16 | `{name}` |" in ladder
+        assert f"\n| `{name}` |" in ladder
     assert list(STAGES)[1] not in ladder
     for part, columns in ((burst, ("MHz", "cycles per score")), (sustained, ("W", "mJ/call"))):
         rows = [line for line in part.splitlines() if line.startswith("| B16")]
         assert len(rows) == 2, "the fastest stage and library that both have"
-        assert all(re.search(r"\| ×0\.(79|80)\d* \|$", line) for line in rows)
+        assert all(re.search(r"\| ×0\.(79|80)\d* \|", line) for line in rows)
         assert all(f"| {column} |" in part for column in columns)
     count = len(common) * (len(common) - 1) // 2
     said = f"on the H200 and the H100 for {count} pairs, each at one problem and with the same tunables."

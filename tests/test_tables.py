@@ -122,8 +122,8 @@ def test_ratios_are_those_of_the_contests(tmp_path: Path) -> None:
         tables.AGAINST, [replace(none, burst=contest, reason=""), replace(none, burst=known, reason=""), none]
     ).splitlines()[-3:]
     ours, theirs = (tables.number(FIRST.tflops(time_us)) for time_us in (100.0, 130.0))
-    assert won.endswith(f"| ×1.30 | – | – | – | – | – | `05_wmma` {ours} | – | cuDNN {theirs} | – |")
-    assert result.endswith(f"| ×1.30 | ×1.25 | – | – | – | – | `05_wmma` {ours} | 61.0 % | cuDNN {theirs} | 52.0 % |")
+    assert won.endswith(f"| ×1.30 | `05_wmma` {ours} | – | cuDNN {theirs} | – | – | – | – | – | – |")
+    assert result.endswith(f"| ×1.30 | `05_wmma` {ours} | 61.0 % | cuDNN {theirs} | 52.0 % | ×1.25 | – | – | – | – |")
     assert "no library has a time" in lost
     assert lost.count("| –") == 9
 
@@ -149,6 +149,18 @@ def _faced(problem: Problem, ratio: float, sustained: float | None = None) -> Ag
         problem=problem, run=RUN, dirty=False, burst=contest(ratio),
         sustained=contest(sustained) if sustained else None,
     )  # fmt: skip
+
+
+def test_ratios_over_the_libraries_begin_with_how_many_are_above_one() -> None:
+    causal = replace(FIRST, mask="causal")
+    text = tables.against([_faced(FIRST, 1.2, sustained=1.1), _faced(causal, 0.9)])
+    first, second = text.splitlines()
+    assert first == (
+        "In bursts the best stage is faster than the best library at 1 of 2 problems: ratios lie between "
+        f"×0.900 ({causal.label}, over FlashAttention-4) and ×1.20 ({FIRST.label}, over FlashAttention-4)."
+    )
+    assert second.startswith("Under sustained load the best stage is faster than the best library at 1 of 1 problems")
+    assert tables.against([]) == ""
 
 
 def test_of_two_sessions_the_one_with_fewer_rows_is_named() -> None:
