@@ -187,6 +187,11 @@ def test_ladder_shows_every_row_value_and_gain(shown: Results) -> None:
                 assert tables.number(rate) in text
         assert "missing" in text
         assert "× parent" in text
+    # On a phone names and rates lie on paper, and not under the dashed line.
+    rates = sum(select.rate(row) is not None for row in rows)
+    paper = re.search(rf"\.(\w+){{fill: {charts.PAPER}}}", chart.svg["narrow"])
+    assert paper
+    assert chart.svg["narrow"].count(f'class="{paper[1]}"') == len(rows) + rates
     assert rows[0].gpu.name in chart.provenance
     assert "MHz" in chart.provenance
     assert "2026-01-02" in chart.provenance

@@ -322,6 +322,27 @@ def test_axe_core_finds_nothing(path: str, browser: Browser, address: str) -> No
         assert [(one["id"], node["html"][:200]) for one in found for node in one["nodes"][:3]] == []
 
 
+SIDEWAYS = """() => [...document.querySelectorAll(".md-typeset__scrollwrap")]
+    .filter((box) => box.scrollWidth > box.clientWidth)
+    .map((box) => box.querySelector("table").innerText.slice(0, 80))"""
+"""The tables that scroll sideways."""
+
+
+def test_on_a_phone_rows_of_sentences_stack_and_rows_of_numbers_scroll(browser: Browser, address: str) -> None:
+    with _opened(browser, address, "predictions/", "phone", "light") as page:
+        assert not page.evaluate(SIDEWAYS)
+        cells = page.locator("article tbody tr").first.locator("td")
+        assert [cell.get_attribute("data-label") for cell in cells.all()][3:] == ["predicted", "measured", "outcome"]
+        page.set_viewport_size({"width": 1440, "height": 900})
+        page.wait_for_selector("article table:not([data-stacked])")
+    with _opened(browser, address, "ledger/", "phone", "light") as page:
+        assert not page.evaluate(SIDEWAYS)
+        page.locator(".ledger th").first.get_by_role("button").click()
+        assert page.locator(".ledger tbody td").first.inner_text() == "A01"
+    with _opened(browser, address, "stages/", "phone", "light") as page:
+        assert [text.splitlines()[0].split("\t")[1] for text in page.evaluate(SIDEWAYS)] == ["TFLOP/s"]
+
+
 @pytest.mark.parametrize("path", ["", "stages/06_cp_async/", "against/"], ids=lambda value: value or "home")
 def test_print_shows_the_light_variant_of_each_figure_and_no_navigation(
     path: str, browser: Browser, address: str

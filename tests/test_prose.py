@@ -155,3 +155,16 @@ def test_how_to_reproduce_lists_every_suite_and_how_a_stage_is_added() -> None:
     page = (SITE / "reproduce.md").read_text(encoding="utf-8")
     assert f"| `suite` | {', '.join(f'`{name}`' for name in SUITES)} |" in page
     assert "kernels/NN_name.toml" in page
+
+
+def test_a_number_of_another_gpu_than_a_page_shows_names_it_in_its_words() -> None:
+    """Pages say at their top which GPU they show; what a comment alone says, no reader sees."""
+    silent = []
+    for path in written_pages():
+        said = ""
+        for number, line in enumerate(markdown_of(path).splitlines(), start=1):
+            # What stands above it counts up to the heading, or the words in bold that are one.
+            said = re.sub(r"<!--.*?-->", "", line if line.startswith(("#", "**")) else said + line)
+            if re.search(r"<!-- fixed:[^>]*\bH100", line) and "H100" not in said:
+                silent.append(f"{path.relative_to(ROOT)}:{number}")
+    assert not silent

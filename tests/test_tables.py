@@ -137,8 +137,8 @@ def test_ratios_are_those_of_the_contests() -> None:
     ).splitlines()[-3:]
     rates = [tables.number(FIRST.tflops(time_us)) for time_us in (100.0, 130.0)]
     sides = "`05_wmma` {} | {} | cuDNN {} | {} |".format
-    assert won.endswith(f"| ×1.30 | – | – | – | – | – | {sides(rates[0], '–', rates[1], '–')}")
-    assert result.endswith(f"| ×1.30 | ×1.25 | – | – | – | – | {sides(rates[0], shares[0], rates[1], shares[1])}")
+    assert won.endswith(f"| ×1.30 | {sides(rates[0], '–', rates[1], '–')} – | – | – | – | – |")
+    assert result.endswith(f"| ×1.30 | {sides(rates[0], shares[0], rates[1], shares[1])} ×1.25 | – | – | – | – |")
     assert "no library has a time" in lost
     assert lost.count("| –") == 9
 
@@ -161,6 +161,31 @@ def _faced(problem: Problem, ratio: float, sustained: float | None = None) -> Ag
         problem=problem, run=RUN, dirty=False, burst=contest(ratio),
         sustained=contest(sustained) if sustained else None,
     )  # fmt: skip
+
+
+def test_ratios_over_the_libraries_begin_with_how_many_are_above_one() -> None:
+    causal = replace(FIRST, mask="causal")
+    text = tables.against([_faced(FIRST, 1.2, sustained=1.1), _faced(causal, 0.9)])
+    first, second = text.splitlines()
+    assert first == (
+        "In bursts the best stage is faster than the best library at 1 of 2 problems: ratios lie between "
+        f"×0.900 ({causal.label}, over FlashAttention-4) and ×1.20 ({FIRST.label}, over FlashAttention-4)."
+    )
+    assert second.startswith("Under sustained load the best stage is faster than the best library at 1 of 1 problems")
+    assert tables.against([]) == ""
+
+
+def test_of_two_sessions_the_one_with_fewer_rows_is_named() -> None:
+    earlier, later = "20260102T030000Z-0123abc", "20260103T030000Z-4567def"
+    rows = [measurement(name, FIRST, run=earlier) for name in ("00_naive", "01_coalesced")]
+    last = measurement("16_ones_column", FIRST, run=later)
+    assert tables.elsewhere_note([*rows, last]) == (
+        "Of other sessions than the last stage, perhaps on another GPU: all but `16_ones_column`."
+    )
+    assert tables.elsewhere_note([rows[0], last]) == (
+        "Of another session than the last stage, perhaps on another GPU: `00_naive`."
+    )
+    assert tables.elsewhere_note([last]) == ""
 
 
 def test_ratios_by_kind_begin_with_the_worst_and_have_trained_beside_normal() -> None:
@@ -451,6 +476,18 @@ def test_a_prediction_is_scored_by_how_far_outside_its_range_it_lies() -> None:
     assert tables.outcome(nothing) == "not on record"
     text = tables.predictions([*of.values(), nothing])
     assert text.startswith("Of 3 numbers 1 lie inside their range, 1 above it and 1 below.")
+    units = {expected.of: tables._range(replace(nothing, expected=expected)) for expected in stage.expected}
+    assert all(text.endswith(" TFLOP/s") == (of == "tflops") for of, text in units.items())
+
+
+def test_a_predicted_number_at_another_problem_than_the_first_says_which() -> None:
+    stage = registry.STAGES["12_persistent"]
+    full, causal = (
+        tables.scored([predictions.Scored(stage=stage, expected=one, measured=None, run="")])
+        for one in (replace(stage.expected[0], mask="full"), replace(stage.expected[0], mask="causal"))
+    )
+    assert full == f"“{stage.expected[0].words}” → –, not on record"
+    assert causal == f"“{stage.expected[0].words}” (causal) → –, not on record"
 
 
 def test_a_predicted_ratio_is_of_two_rows_of_one_run(tmp_path: Path) -> None:

@@ -24,7 +24,8 @@
     x: "name", y: "tflops", gpu: "", dtype: "float16", mask: "full", head_dim: "64", shape: "16x16x2048x64", inputs: "normal",
     state: "burst, hot L2", runs: "shown", base: "fa4", names: "", record: "",
   };
-  const COLUMNS = ["gpu", "name", "shape", "dtype", "mask", "inputs", "state", "tflops", "us", "peak", "ratio", "clock", "samples", "run"];
+  const COLUMNS = ["name", "tflops", "us", "ratio", "peak", "gpu", "shape", "dtype", "mask", "inputs", "state", "clock", "samples", "run"];
+  const HEADERS = { tflops: "TFLOP/s", us: "µs", ratio: "× baseline", peak: "% of peak", gpu: "GPU", dtype: "type", state: "regime", clock: "MHz" };
   const MOST_ROWS = 200;
 
   const element = (tag, properties = {}, ...children) => {
@@ -169,7 +170,7 @@
   };
 
   const table = (rows, onRecord) => {
-    const head = element("tr", {}, ...COLUMNS.map((name) => element("th", { textContent: name === "us" ? "µs" : name, scope: "col" })));
+    const head = element("tr", {}, ...COLUMNS.map((name) => element("th", { textContent: HEADERS[name] ?? name, scope: "col" })));
     const body = rows.slice(0, MOST_ROWS).map((row) =>
       element("tr", {}, ...COLUMNS.map((name) => {
         if (name !== "run") return element("td", { textContent: typeof row[name] === "number" ? number(row[name]) : row[name] ?? "–" });

@@ -21,18 +21,36 @@
   for (const kind of ["focusin", "click", "change"]) document.addEventListener(kind, use);
 })();
 
-// What the theme leaves out for a keyboard and a screen reader.
+// What the theme leaves out for a phone, a keyboard and a screen reader.
 (() => {
   "use strict";
+  const phone = matchMedia("(max-width: 37.99em)");
+  const FEW_ROWS = 8;
+
+  // A row of sentences, or one of few, is read by itself: its cells flow below its name, each behind its header.
+  const stacks = (table) => table.querySelector(".prose") || table.tBodies[0]?.rows.length <= FEW_ROWS;
+  const label = (table) => {
+    const headers = [...(table.tHead?.rows[0]?.cells ?? [])].map((cell) => cell.textContent.trim());
+    for (const row of table.tBodies[0].rows) for (const cell of row.cells) cell.dataset.label = headers[cell.cellIndex] ?? "";
+  };
+
   const reach = () => {
     // A landmark a code block is none to find one's way by.
     for (const bar of document.querySelectorAll("nav.md-code__nav:not([role])")) bar.setAttribute("role", "none");
-    for (const table of document.querySelectorAll(".md-typeset__scrollwrap:not(#flashlab-explorer *)")) {
-      const scrolls = table.scrollWidth > table.clientWidth;
-      if (scrolls === table.hasAttribute("tabindex")) continue;
+    const boxes = [...document.querySelectorAll(".md-typeset__scrollwrap:not(#flashlab-explorer *)")];
+    const wide = (box) => box.scrollWidth > box.clientWidth;
+    for (const box of boxes) box.querySelector("table")?.removeAttribute("data-stacked");
+    const narrow = phone.matches ? boxes.filter(wide).map((box) => box.querySelector("table")).filter(stacks) : [];
+    for (const table of narrow) {
+      label(table);
+      table.setAttribute("data-stacked", "");
+    }
+    for (const box of boxes) {
+      const scrolls = wide(box);
+      if (scrolls === box.hasAttribute("tabindex")) continue;
       for (const [name, value] of [["tabindex", "0"], ["role", "group"], ["aria-label", "Table, scrolls sideways"]]) {
-        if (scrolls) table.setAttribute(name, value);
-        else table.removeAttribute(name);
+        if (scrolls) box.setAttribute(name, value);
+        else box.removeAttribute(name);
       }
     }
   };

@@ -456,7 +456,9 @@ def ladder(rows: Sequence[Measurement], *, name: str = "ladder", beside: Sequenc
         look = {"markeredgewidth": 1.4, "zorder": 3, "linestyle": "-"}
         face = PAPER if row.name in hollow else colour
         _mark(axes, mid, y, "D" if row.kind == "peer" else "o", colour, markerfacecolor=face, **look)
-        _text(axes, number(mid), (max(mid, fast), y), (7, 0), va="center", weight="normal")
+        # Where all is narrow the dashed line would strike numbers through.
+        paper = {"bbox": {"facecolor": PAPER, "pad": 0.6}} if layout == "narrow" else {}
+        _text(axes, number(mid), (max(mid, fast), y), (7, 0), va="center", weight="normal", **paper)
         parent = select.parent_of(row, rows)
         if parent is not None and parent.name in rates:
             gain = f"×{number(mid / rates[parent.name][1])}"

@@ -286,11 +286,11 @@ OVER_PARENT = Column("× parent", "over_parent", number)
 RATES = (
     Column("", "title"),
     Column("TFLOP/s", _rate_or_why),
+    OVER_PARENT,
+    Column("of the fastest library", "percent_of_best", percent),
     Column("median, µs", "median_us"),
     Column("std dev, %", "cv_percent"),
     Column("samples", lambda row: row["samples"] or None),
-    OVER_PARENT,
-    Column("of the fastest library", "percent_of_best", percent),
 )
 
 
@@ -337,8 +337,11 @@ def lacks(name: str, dtype: str) -> str:
 def elsewhere_note(rows: Sequence[Measurement]) -> str:
     """What must be said where rows of another session stand among `rows`; empty where there are none."""
     late = select.elsewhere(rows)
-    names = ", ".join(title(row) for row in late)
-    return f"Of another session than the last stage, perhaps on another GPU: {names}." if late else ""
+    same = [row for row in rows if row.samples_of() and row not in late]
+    if len(late) <= len(same):
+        names = ", ".join(map(title, late))
+        return f"Of another session than the last stage, perhaps on another GPU: {names}." if late else ""
+    return f"Of other sessions than the last stage, perhaps on another GPU: all but {', '.join(map(title, same))}."
 
 
 def off_ladder(rows: Sequence[Measurement], shown: Iterable[str]) -> str:
@@ -396,9 +399,9 @@ def _millijoules(energy_j: float) -> str:
 COSTS = (
     Column("", "title"),
     Column("cycles per score, burst", "burst.cycles_per_score"),
-    Column("sustained", "sustained.cycles_per_score"),
+    Column("cycles per score, sustained", "sustained.cycles_per_score"),
     Column("MHz in the calls, burst", "burst.call_clock_mhz", mhz),
-    Column("sustained", "sustained.call_clock_mhz", mhz),
+    Column("MHz in the calls, sustained", "sustained.call_clock_mhz", mhz),
     Column("MHz after them, burst", "burst.sm_clock_mhz", mhz),
     Column("sustained: power, W", "sustained.power_w"),
     ENERGY := Column("mJ/call", "sustained.energy_j_per_call", _millijoules),
@@ -444,15 +447,34 @@ _NAMED = f"over {' and '.join('FA3' if name == 'fa3' else short_title(name) for 
 AGAINST = (
     Column("problem", "problem.label"),
     Column("burst, over the best library", "burst", _with_worst),
+    *_side("stage"),
+    *_side("peer"),
     Column("log-sum-exp alike", "burst.adjusted_ratio", times),
     Column(_NAMED, "named.ratio", times),
     Column("sustained, over the best library", "sustained", _with_worst),
     Column("log-sum-exp alike", "sustained.adjusted_ratio", times),
     Column(_NAMED, "named_sustained.ratio", times),
-    *_side("stage"),
-    *_side("peer"),
 )
 """Our best stage against the best library of the same element type, problem by problem."""
+
+
+def against(found: Sequence[contests.AgainstPeers]) -> str:
+    """At how many problems the stage is the faster one, and between which ratios: a sentence a regime."""
+    said = []
+    for when, contested in (
+        ("In bursts", [(one.problem, one.burst) for one in found]),
+        ("Under sustained load", [(one.problem, one.sustained) for one in found]),
+    ):
+        if ratios := [(one.ratio, f" ({at.label}, over {short_title(one.peer.name)})") for at, one in contested if one]:
+            said.append(f"{when} the best stage is faster than the best library at {standing(ratios)}")
+    return "\n".join(said)
+
+
+def standing(ratios: Sequence[tuple[float, str]], what: str = "problems") -> str:
+    """How many of the ratios are above one, and between which two they lie, each with the words behind it."""
+    (low, where), (high, there) = min(ratios), max(ratios)
+    won = sum(ratio > 1 for ratio, _ in ratios)
+    return f"{won} of {len(ratios)} {what}: ratios lie between {times(low)}{where} and {times(high)}{there}."
 
 
 def against_inputs(found: Iterable[contests.AgainstPeers], regime: Regime = "burst") -> str:
@@ -578,8 +600,8 @@ def _accuracy_of(dtype: str, kinds: Mapping[str, Sequence[contests.Accuracy]]) -
 
 
 def _range(one: Scored) -> str:
-    sign = "×" if one.expected.of == "ratio" else ""
-    return f"{sign}{one.expected.low:g} to {sign}{one.expected.high:g}"
+    sign, unit = ("×", "") if one.expected.of == "ratio" else ("", " TFLOP/s")
+    return f"{sign}{one.expected.low:g} to {sign}{one.expected.high:g}{unit}"
 
 
 def _where(one: Scored) -> str:
@@ -602,11 +624,11 @@ def outcome(one: Scored) -> str:
 
 
 def scored(found: Sequence[Scored]) -> str:
-    """A prediction's numbers in its own words, each with what was measured; empty where it has none."""
+    """A prediction's numbers in its own words, each with where it is of another problem than the first, and what was
+    measured; empty where it has none."""
 
     def said(one: Scored) -> str:
-        alone = sum(one.expected.words == other.expected.words for other in found) == 1
-        where = "" if alone else f" at {one.expected.problem.label}"
+        where = f" ({_where(one)})" if _where(one) else ""
         return f"“{one.expected.words}”{where} → {_measured(one) or '–'}, {outcome(one)}"
 
     return "; ".join(map(said, found))
@@ -946,16 +968,21 @@ def machines(everything: Sequence[Results]) -> str:
     return markdown(("", *map(gpu_title, everything)), lines)
 
 
-def across(found: Iterable[contests.Across], everything: Sequence[Results], regime: Regime = "burst") -> str:
-    """The same stages and libraries at the same problems on each GPU, the first GPU the base of ratios."""
+def across(
+    found: Iterable[contests.Across], everything: Sequence[Results], regime: Regime = "burst", *, titled: bool = False
+) -> str:
+    """The same stages and libraries at the same problems on each GPU, the first GPU the base of ratios.
+
+    `titled` says that the heading above names the problem, the same in every row.
+    """
     base, *others = everything
-    lines = [
+    lines: list[dict[str, Any]] = [
         {"one": one, **{gpu: headline(row, regime) for gpu, row in one.rows.items()}}
         for one in found
         if any(one.ratio(shown.gpu, base.gpu, regime) for shown in others)
     ]
     if not lines:
-        return f"*No stage or library has a {regime} time at the same problem on two GPUs.*"
+        return f"*No stage or library of those above has a {regime} time on two GPUs.*"
 
     def of(shown: Results) -> tuple[Column, ...]:
         name, gpu = gpu_title(shown), shown.gpu
@@ -969,12 +996,17 @@ def across(found: Iterable[contests.Across], everything: Sequence[Results], regi
         return Column(header, lambda line: line["one"].ratio(shown.gpu, base.gpu, regime), times)
 
     columns = (
-        Column("problem", "one.problem.label"),
+        *(() if titled else (Column("problem", "one.problem.label"),)),
         Column("", lambda line: _implementation(line["one"].name), left=True),
-        *(column for shown in everything for column in of(shown)),
         *map(ratio, others),
+        *(column for shown in everything for column in of(shown)),
     )
-    return table(columns, lines, drop_empty=True)
+    said = []
+    for shown in others:
+        if ratios := [(value, "") for line in lines if (value := line["one"].ratio(shown.gpu, base.gpu, regime))]:
+            faster = f"The {gpu_title(shown)} is faster than the {gpu_title(base)} in"
+            said.append(f"{faster} {standing(ratios, 'rows')}")
+    return "\n".join([*said, "", table(columns, lines, drop_empty=True)])
 
 
 def placement(shown: Results) -> str:
