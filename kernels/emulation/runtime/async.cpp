@@ -835,6 +835,7 @@ void store_async(void* target_of_rank, const void* value, unsigned bytes, void* 
   want_shared(target_of_rank, bytes, bytes, place, name);
   if (owner_of(target_of_rank) != owner_of(barrier_of_rank))
     misuse(place, "%s: wanted the target and the barrier in one block, got two", name);
+  note_prefetch(source, bytes, place);
   Transfer transfer = make_transfer(Transfer::Kind::value, target_of_rank, nullptr, bytes, place);
   transfer.proxy = Proxy::generic;
   transfer.data.assign(static_cast<const unsigned char*>(value), static_cast<const unsigned char*>(value) + bytes);

@@ -448,6 +448,36 @@ std::uint64_t atomic_load(const void* pointer, unsigned bytes) {
 void grid_wait() { the_block->current->waited_for_grid = true; }
 
 std::uint64_t relaxed_load(const void* pointer, unsigned bytes) {
+void note_prefetch(const void* pointer, unsigned bytes, Place place) {
+  Block* block = the_block;
+  if (!block->detect) return;
+  const By by{*block, *block->current, offset_in_image(place), static_cast<std::uint16_t>(block->slot_of(*block->current))};
+  const GlobalMemory& memory = block->launch->memory;
+  const std::uintptr_t offset = reinterpret_cast<std::uintptr_t>(pointer) - reinterpret_cast<std::uintptr_t>(memory.base);
+  const bool within = offset < memory.bytes && bytes <= memory.bytes - offset;
+  const auto exists = [](std::uint8_t state) { return (state & GlobalMemory::VALID) != 0; };
+  const auto first = memory.state.begin() + static_cast<std::ptrdiff_t>(within ? offset : 0);
+  if (within && std::all_of(first, first + bytes, exists)) return;
+  const Region* region = within ? memory.region_of(offset) : nullptr;
+  report(by, "out of bounds", "global", *block, region ? region->name : "", offset - (region ? region->offset : 0), bytes, {}, Act::async_read);
+}
+
+void note_misaligned(const void* pointer, unsigned alignment, Act act, Place place) {
+  Block* block = the_block;
+  if (!block || !block->detect || !block->current) return;
+  const By by{*block, *block->current, offset_in_image(place), static_cast<std::uint16_t>(block->slot_of(*block->current))};
+  const GlobalMemory& memory = block->launch->memory;
+  const std::uintptr_t offset = reinterpret_cast<std::uintptr_t>(pointer) - reinterpret_cast<std::uintptr_t>(memory.base);
+  if (offset < memory.bytes) {
+    const Region* region = memory.region_of(offset);
+    report(by, "misaligned", "global", *block, region ? region->name : "", offset - (region ? region->offset : 0), alignment, {}, act);
+    return;
+  }
+  for (Block* owner : block->team->blocks) {
+    if (owner->owns_shared(pointer)) return report(by, "misaligned", "shared", *owner, "", owner->offset_of(pointer), alignment, {}, act);
+  }
+}
+
   Block& block = *the_block;
   const GlobalMemory& memory = block.launch->memory;
   const std::uintptr_t offset = reinterpret_cast<std::uintptr_t>(pointer) - reinterpret_cast<std::uintptr_t>(memory.base);
@@ -616,7 +646,7 @@ void detect_returned(Block& block) {
 
 }  // namespace emu
 
-// --- -fsanitize=bounds calls this where an index lies outside of its array ---------------------------------------------------
+// --- -fsanitize=bounds and =alignment call these: an index outside of its array, an address that its type does not allow ------
 
 extern "C" void __ubsan_handle_out_of_bounds(void*, void* index) {
   emu::Block* block = emu::the_block;
@@ -646,6 +676,23 @@ extern "C" void __ubsan_handle_out_of_bounds(void*, void* index) {
 HOOKS(1)
 HOOKS(2)
 HOOKS(4)
+namespace {
+
+// What the compiler says of the place, in the layout that it has for its own library (compiler-rt, ubsan_handlers.h).
+struct TypeMismatch {
+  const char* file;
+  std::uint32_t line, column;
+  const void* type;
+  std::uint8_t log2_alignment;
+  std::uint8_t use;   // 1: a store
+};
+
+}  // namespace
+
+extern "C" void __ubsan_handle_type_mismatch_v1(const TypeMismatch* what, void* pointer) {
+  emu::note_misaligned(pointer, 1u << what->log2_alignment, what->use == 1 ? emu::Act::write : emu::Act::read, EMULATION_HERE());
+}
+
 HOOKS(8)
 HOOKS(16)
 

@@ -210,7 +210,8 @@ class Finding:
     """Something that the detector found wrong; one a pair of source lines and kind. `str` says it for people."""
 
     kind: str
-    """`race`, `uninitialised`, `out of bounds`, `missing fence`, `in flight`, `divergent barrier`."""
+    """`race`, `uninitialised`, `out of bounds`, `misaligned`, `input modified`, `missing fence`, `in flight`,
+    `divergent barrier`, `before griddepcontrol.wait`."""
     space: str
     """`shared` or `global`."""
     array: str
@@ -242,7 +243,11 @@ class Finding:
                 for actor in (first, second)
                 if actor
             )
-            title = {"uninitialised": "read of what was never written", "out of bounds": "access out of bounds"}
+            title = {
+                "uninitialised": "read of what was never written",
+                "out of bounds": "access out of bounds",
+                "misaligned": "access off the alignment of its type",
+            }
             text = f"{title.get(self.kind, self.kind)} {where}: {accesses or 'somewhere'}"
         times = f", {self.count} times" if self.count > 1 else ""
         return f"{text} (block {self.block[0]}, {self.block[1]}, {self.block[2]}{times})"
