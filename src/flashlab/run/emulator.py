@@ -38,9 +38,11 @@ from flashlab.build.cpu import build_stage as build_stage
 from flashlab.build.cpu import cxx as cxx
 from flashlab.build.cpu import install_command as install_command
 from flashlab.build.parallel import cores as cores
-from flashlab.core.errors import EmulationError, LayoutError, OutputError, ParameterError
+from flashlab.core.errors import EmulationError, LayoutError, OutputError, ParameterError, UnsupportedError
 
 DEFAULT_TIMEOUT_S = 60.0
+MAX_SMEM_BYTES = 227 * 1024
+"""Dynamic shared memory of a block, at most: an sm_90's, as kernels/emulation/runtime/block.h has it."""
 
 Access = Literal["r", "w", "rw"]
 Status = Literal["ok", "deadlock", "misuse", "crash", "timeout"]
@@ -401,6 +403,7 @@ def launch(
 
     Raises:
         ParameterError: an argument, size or schedule that does not fit.
+        UnsupportedError: more shared memory than a block may have.
         EmulationError: the kernel deadlocked, crashed, misused the machine or took too long. Arrays are left as they
             were.
         KeyboardInterrupt: Ctrl-C, or `cancel`; the worker is gone.
@@ -408,6 +411,12 @@ def launch(
     check_limits(timeout_s, threads)
     if block is None and emulated.launch_shape is None:
         raise ParameterError(f"block: wanted the number of threads: {emulated.name} defines no launch_shape")
+    wanted = emulated.launch_shape.smem_bytes if smem_bytes is None and emulated.launch_shape else smem_bytes or 0
+    if wanted > MAX_SMEM_BYTES:
+        raise UnsupportedError(
+            f"{emulated.name}: wanted {wanted} bytes of shared memory a block, got at most {MAX_SMEM_BYTES}. Smaller "
+            "tiles or fewer pipeline stages fit."
+        )
     numbers = {"smem": smem_bytes, "threads": threads}
     lines = [
         f"grid {_dim3(grid, 'grid')}",
