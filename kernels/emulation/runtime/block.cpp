@@ -395,6 +395,9 @@ void Team::complete_if_all_arrived() {
 void cluster_arrive(bool release) {
   Block& b = block();
   Team& team = *b.team;
+  if (thread().cluster_arrived) {
+    fail_at(kernel_place(EMULATION_HERE()), "misuse", "barrier.cluster.arrive: wanted barrier.cluster.wait after the one before, got none");
+  }
   if (b.detect && release) release_thread(b, thread(), team.barrier_clock);
   b.moved = true;
   // What this thread waits for is the generation it arrived in; a thread arrives once before it waits.
