@@ -156,6 +156,16 @@ def test_quantised_numbers_are_near_and_a_head_of_zeros_stays_one() -> None:
         flashlab.quantize_e4m3(x[0])
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_the_smallest_numbers_are_no_nan(library: str) -> None:
+    """A scale below FP32's normal numbers has few digits: by such a one the largest number came out beyond e4m3's."""
+    make: Any = np.asarray if library == "numpy" else pytest.importorskip("torch").from_numpy
+    for largest in np.geomspace(1e-45, 1e-34, 400, dtype=np.float32):
+        stored, scale = flashlab.quantize_e4m3(make(np.array([[[[largest, -largest, largest / 2]]]], np.float32)))
+        assert (abs(np.asarray(stored if library == "numpy" else stored.float()).astype(np.float32)) <= LARGEST).all()
+        assert float(scale.max()) > 0
+
+
 @pytest.mark.parametrize(
     ("x", "error", "words"),
     [
