@@ -16,9 +16,18 @@ import numpy as np
 import pytest
 from shared import NO_COMPILER, needs_compiler, source_file
 
-from flashlab.core.errors import CompileError, EmulationError, MissingPackageError, OutputError, ParameterError
+from flashlab.build.symbols import EMULATION
+from flashlab.core.errors import (
+    CompileError,
+    EmulationError,
+    MissingPackageError,
+    OutputError,
+    ParameterError,
+    UnsupportedError,
+)
 from flashlab.kernels.registry import STAGES
 from flashlab.run import emulator
+from flashlab.run.attention import emulate
 from flashlab.run.emulator import Pointer, Structure, build_file, launch
 
 THREADS = 64
@@ -100,6 +109,21 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], w
     options: dict[str, Any] = {"arguments": [np.zeros(1, np.float32)], "grid": [1], "block": [1], **changes}
     with pytest.raises(ParameterError, match=words.replace("(", r"\(")):
         launch(built, options.pop("arguments"), **options)
+
+
+@needs_compiler
+def test_more_shared_memory_than_a_block_may_have_is_no_crash(tmp_path: Path) -> None:
+    """As a GPU refuses it: `check` lists it as unsupported."""
+    runtime = (EMULATION / "runtime" / "block.h").read_text(encoding="utf-8")
+    assert f"DYNAMIC_BYTES = {emulator.MAX_SMEM_BYTES // 1024} * 1024;" in runtime
+    built = kernel(tmp_path, "  extern __shared__ float tile[];\n  out[threadIdx.x] = tile[threadIdx.x] = threadIdx.x;")
+    how: dict[str, Any] = {"grid": [1], "block": [THREADS]}
+    launch(built, [np.zeros(THREADS, np.float32)], **how, smem_bytes=emulator.MAX_SMEM_BYTES)
+    with pytest.raises(UnsupportedError, match="wanted 232449 bytes of shared memory a block, got at most 232448"):
+        launch(built, [np.zeros(THREADS, np.float32)], **how, smem_bytes=emulator.MAX_SMEM_BYTES + 1)
+    x = np.zeros((1, 1, 1, 64), np.float16)
+    with pytest.raises(UnsupportedError, match="d15_short_starts: wanted 271488 bytes of shared memory a block"):
+        emulate(x, x, x, stage="d15_short_starts", params={"STEP_KEYS": 32, "WARPS": 8, "PIPELINE_STAGES": 4})
 
 
 @needs_compiler

@@ -164,6 +164,16 @@ def test_a_head_that_holds_an_infinity_is_lost_alone_and_without_a_warning() -> 
     assert np.isfinite(stored[0, 1].astype(np.float32)).all()
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_the_smallest_numbers_are_no_nan(library: str) -> None:
+    """A scale below FP32's normal numbers has few digits: by such a one the largest number came out beyond e4m3's."""
+    make: Any = np.asarray if library == "numpy" else pytest.importorskip("torch").from_numpy
+    for largest in np.geomspace(1e-45, 1e-34, 400, dtype=np.float32):
+        stored, scale = flashlab.quantize_e4m3(make(np.array([[[[largest, -largest, largest / 2]]]], np.float32)))
+        assert (abs(np.asarray(stored if library == "numpy" else stored.float()).astype(np.float32)) <= LARGEST).all()
+        assert float(scale.max()) > 0
+
+
 @pytest.mark.parametrize(
     ("x", "error", "words"),
     [

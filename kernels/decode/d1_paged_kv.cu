@@ -311,7 +311,7 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
   }
 
   // The warps' parts meet in shared memory, where the rings were.
-  ptx::cp_async_wait_group<0>();   // this lane's copies have landed: a warp without keys has not waited for all
+  ptx::cp_async_wait_group<0>();   // none is left: the loop has waited for each step that was fetched; the rings end here
   __syncthreads();                 // everyone is done with its ring
 #pragma unroll
   for (int half = 0; half < HALVES; ++half) {

@@ -288,7 +288,7 @@ attention_d2_early_launch(const __grid_constant__ AttentionParams p) {
   if (ALLOW_LATE) ptx::griddepcontrol_launch_dependents();
 
   // The warps' parts meet in shared memory, where the rings were.
-  ptx::cp_async_wait_group<0>();   // this lane's copies have landed: a warp without keys has not waited for all
+  ptx::cp_async_wait_group<0>();   // none is left: the loop has waited for each step that was fetched; the rings end here
   __syncthreads();                 // everyone is done with its ring
 #pragma unroll
   for (int half = 0; half < HALVES; ++half) {

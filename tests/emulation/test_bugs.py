@@ -23,7 +23,7 @@ CORPUS = sorted((ROOT / "tests/wrong/emulation").glob("*.cu"))
 SCHEDULES = ("ascending", "descending", "seeded:7")
 KINDS = {
     "race", "uninitialised", "out of bounds", "input modified", "in flight", "missing fence", "divergent barrier",
-    "deadlock", "misuse", "wrong result",
+    "deadlock", "misaligned", "misuse", "wrong result",
 }  # fmt: skip
 MECHANISMS = 24
 """As many different bugs at least."""

@@ -644,9 +644,17 @@ void land(const Transfer& transfer, Clock* into) {
 }
 
 // Out of shared memory, in the thread that issued it.
-void land_store(const Transfer& transfer) {
+void end_read(Transfer& transfer) {
+  if (transfer.awaited) return;
   async_read_end(transfer.shared, transfer.bytes, transfer.place, "a bulk store");
-  const std::vector<unsigned char> data = transfer.data.empty() ? read_shared(transfer) : transfer.data;
+  if (transfer.data.empty()) transfer.data = read_shared(transfer);
+  transfer.awaited = true;
+}
+
+// And into global memory.
+void land_store(Transfer& transfer) {
+  end_read(transfer);
+  const std::vector<unsigned char>& data = transfer.data;
   if (transfer.kind == Transfer::Kind::bytes) {
     check_access(transfer.global, transfer.bytes, Act::async_write, Kind::bulk, transfer.place);
     std::memcpy(transfer.global, data.data(), transfer.bytes);
@@ -827,6 +835,7 @@ void bulk_prefetch(const void* source, std::uint32_t bytes) {
   const Place place = EMULATION_HERE();
   want_bulk_bytes(bytes, place, "cp.async.bulk.prefetch");
   want_global(source, BULK_ALIGNMENT, place, "cp.async.bulk.prefetch");
+  note_prefetch(source, bytes, place);
 }
 
 void store_async(void* target_of_rank, const void* value, unsigned bytes, void* barrier_of_rank) {
@@ -847,13 +856,17 @@ void bulk_commit() {
   mine.open_stores.clear();
 }
 
-// `read_only` promises less: only that shared memory has been read. The rest happens at the same time here.
-void bulk_wait(int pending, bool) {
-  ThreadAsync& mine = my_copies();
-  while (mine.store_groups.size() > static_cast<std::size_t>(pending)) {
-    const std::vector<Transfer> group = std::move(mine.store_groups.front());
-    mine.store_groups.pop_front();
-    for (const Transfer& transfer : group) land_store(transfer);
+// `read_only` promises less: only that shared memory has been read. Global memory is written as late as it may be.
+void bulk_wait(int pending, bool read_only) {
+  auto& groups = my_copies().store_groups;
+  const std::size_t kept = std::min(groups.size(), static_cast<std::size_t>(pending));
+  const auto end = groups.end() - static_cast<std::ptrdiff_t>(kept);
+  for (auto group = groups.begin(); group != end; ++group) std::for_each(group->begin(), group->end(), end_read);
+  if (read_only) return;
+  while (groups.size() > kept) {
+    std::vector<Transfer> group = std::move(groups.front());
+    groups.pop_front();
+    std::for_each(group.begin(), group.end(), land_store);
   }
 }
 
@@ -916,9 +929,10 @@ void check_nothing_left(AsyncState& state) {
                 "cp_async_bulk_wait_group_read");
     }
     for (const auto& group : thread.store_groups) {
-      if (!group.empty())
+      const auto left = std::find_if(group.begin(), group.end(), [](const Transfer& one) { return !one.awaited; });
+      if (left != group.end())
         misuse_of(
-            static_cast<int>(id), group.front().place,
+            static_cast<int>(id), left->place,
             "the block ends while a bulk store may still read its shared memory: wanted cp_async_bulk_wait_group_read before");
     }
   }
@@ -945,6 +959,10 @@ void async_block_end() {
     ~Forget() { the_block->async = nullptr; }
   } forget;
   check_nothing_left(*state);
+  for (std::size_t id = 0; id < state->threads.size(); ++id) {
+    the_block->current = &the_block->threads[id];   // the caller sets it anew
+    for (auto& group : state->threads[id].store_groups) std::for_each(group.begin(), group.end(), land_store);
+  }
 }
 
 }   // namespace emu

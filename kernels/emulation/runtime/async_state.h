@@ -31,7 +31,8 @@ struct Transfer {
   std::uint32_t bytes;
   TensorMap map;
   int coordinates[MAX_RANK];
-  std::vector<unsigned char> data;   // what was read when it was issued, if anything
+  std::vector<unsigned char> data;   // what was read of shared memory; empty: nothing yet
+  bool awaited;                      // of a store: somebody has waited for that
   Place place;
   int thread;      // that issued it
   unsigned rank;   // its block's, in the cluster

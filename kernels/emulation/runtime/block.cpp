@@ -239,14 +239,23 @@ std::uint64_t shuffle_bits(unsigned mask, std::uint64_t value, int source_lane, 
   struct Mine {
     std::uint64_t value, got;
     int source;
-  } mine{value, value, source_lane & (WARP - 1)};
+    bool found;
+  } mine{value, value, source_lane & (WARP - 1), true};
+  const Place place = kernel_place(EMULATION_HERE());
   meet(mask, &mine, [](void* const (&of_lane)[WARP]) {
     for (void* one : of_lane) {
       if (!one) continue;
       auto* taker = static_cast<Mine*>(one);
-      if (auto* giver = static_cast<Mine*>(of_lane[taker->source])) taker->got = giver->value;
+      auto* giver = static_cast<Mine*>(of_lane[taker->source]);
+      taker->found = giver;
+      if (giver) taker->got = giver->value;
     }
-  }, name, kernel_place(EMULATION_HERE()), false);
+  }, name, place, false);
+  if (!mine.found) {
+    char text[160];
+    std::snprintf(text, sizeof text, "%s: wanted a lane in the mask, %#x, to take a value from, got lane %d", name, mask, mine.source);
+    fail_at(place, "misuse", text);
+  }
   return mine.got;
 }
 
@@ -386,6 +395,9 @@ void Team::complete_if_all_arrived() {
 void cluster_arrive(bool release) {
   Block& b = block();
   Team& team = *b.team;
+  if (thread().cluster_arrived) {
+    fail_at(kernel_place(EMULATION_HERE()), "misuse", "barrier.cluster.arrive: wanted barrier.cluster.wait after the one before, got none");
+  }
   if (b.detect && release) release_thread(b, thread(), team.barrier_clock);
   b.moved = true;
   // What this thread waits for is the generation it arrived in; a thread arrives once before it waits.

@@ -191,5 +191,7 @@ void release_thread(Block& block, Thread& thread, Clock& into);
 void acquire_thread(Block& block, Thread& thread, const Clock& from);
 // `over`: false at the beginning of what will end later, and stand for itself then.
 void check_access(const void* pointer, unsigned bytes, Act act, Kind kind, Place place, bool over = true);
+void note_prefetch(const void* pointer, unsigned bytes, Place place);   // of bytes that exist; they are not read yet
+void note_misaligned(const void* pointer, unsigned alignment, Act act, Place place);   // a GPU stops at such an access
 
 }  // namespace emu

@@ -164,7 +164,12 @@ void Shadow::clear(std::uint32_t& head) {
 
 void GlobalMemory::describe() {
   state.assign(bytes, 0);
-  owners.assign(bytes / Shadow::GRANULE + 1, {});
+  std::uint64_t low = bytes, high = 0;
+  for (const Region& region : regions) {
+    if (region.writable) low = std::min(low, region.low), high = std::max(high, region.high);
+  }
+  first_owned = low / OWNED * OWNED;
+  owners.assign(high > low ? (high - first_owned) / OWNED + 1 : 0, {});
   for (const Region& region : regions) {
     const std::uint8_t what = static_cast<std::uint8_t>(VALID | (region.writable ? WRITABLE : 0) | (region.readable ? INITIALISED : 0));
     std::uint64_t elements = 1;
@@ -224,14 +229,14 @@ bool fenced(const By& by, const Shadow::Entry& entry) {
   return entry.slot < by.thread.clock.fenced.size() && by.thread.clock.fenced[entry.slot] >= entry.clock;
 }
 
-// Whether what wrote last, in another block, is ordered before.
-bool ordered(const By& by, const GlobalMemory::Owner& owner) {
-  const std::uint64_t cluster = cluster_of(by.block, owner.block - 1);
+// Whether what another block did is ordered before.
+bool ordered(const By& by, const GlobalMemory::Touch& touch) {
+  const std::uint64_t cluster = cluster_of(by.block, touch.block - 1);
   const auto elsewhere = by.thread.clock.elsewhere.find(cluster);
   const std::vector<std::uint32_t>* past = cluster == cluster_of(by.block, by.block.linear) ? &by.thread.clock.seen
                                            : elsewhere == by.thread.clock.elsewhere.end()   ? nullptr
                                                                                             : &elsewhere->second;
-  return past && owner.slot < past->size() && (*past)[owner.slot] >= owner.clock;
+  return past && touch.slot < past->size() && (*past)[touch.slot] >= touch.clock;
 }
 
 bool writes(Act act) { return act == Act::write || act == Act::atomic || act == Act::async_write; }
@@ -369,14 +374,29 @@ void global_access(const By& by, std::uint64_t offset, unsigned bytes, Act act) 
   const Region* region = memory.region_of(offset);
   const std::string& name = region->name;
   // Blocks of a launch are ordered by a cluster's barriers, or by fences around atomics.
-  const std::uint32_t me = static_cast<std::uint32_t>(by.block.linear + 1);
-  for (std::uint64_t index = offset / Shadow::GRANULE; index <= (offset + bytes - 1) / Shadow::GRANULE; ++index) {
+  const bool atomic = act == Act::atomic;
+  const GlobalMemory::Touch mine = {static_cast<std::uint32_t>(by.block.linear + 1), by.place, by.thread.clock.seen[by.slot], by.slot, atomic};
+  bool raced = false;   // an access is one finding
+  const auto look_at = [&](const GlobalMemory::Touch& theirs, Act their_act) {
+    if (raced || !theirs.block || theirs.block == mine.block || (theirs.atomic && atomic) || ordered(by, theirs)) return;
+    raced = true;
+    const Access first = access_of(by.block, theirs.slot, theirs.atomic ? Act::atomic : their_act, theirs.place);
+    report(by, "race", "global", by.block, name, offset - region->offset, bytes, {first.thread, 0, first.act, first.place}, act);
+  };
+  const std::uint64_t end = bytes < GlobalMemory::OWNED ? 0 : offset + bytes;   // a single byte may be the neighbour of another block's
+  for (std::uint64_t at = std::max(offset, memory.first_owned) / GlobalMemory::OWNED; at * GlobalMemory::OWNED < end; ++at) {
+    const std::uint64_t index = at - memory.first_owned / GlobalMemory::OWNED;
+    if (index >= memory.owners.size()) break;   // an input's
     const std::lock_guard lock(owner_mutexes[index % owner_mutexes.size()]);
     GlobalMemory::Owner& owner = memory.owners[index];
-    if (owner.block && owner.block != me && bytes >= Shadow::GRANULE && !(owner.atomic && act == Act::atomic) && !ordered(by, owner)) {
-      report(by, "race", "global", by.block, name, offset - region->offset, bytes, {owner.thread, 0, owner.atomic ? Act::atomic : Act::write, owner.place}, act);
+    look_at(owner.written, Act::write);
+    if (writes(act)) {
+      for (const GlobalMemory::Touch& touch : owner.read) look_at(touch, Act::read);
+      owner.written = mine;
+    } else {
+      if (owner.read[0].block != mine.block) owner.read[1] = owner.read[0];
+      owner.read[0] = mine;
     }
-    if (writes(act)) owner = {me, by.place, by.thread.clock.seen[by.slot], by.slot, by.thread.id, act == Act::atomic};
   }
   shadow_access(by, by.block, by.block.global, offset, offset + bytes, act, false, "global", name, region->offset);
   if (writes(act)) {
@@ -426,6 +446,36 @@ void check_access(const void* pointer, unsigned bytes, Act act, Kind kind, Place
   if (address - list < block->launch->arguments.size() * sizeof(void*)) return;
   if (in_image(pointer)) return;   // constants
   report(by, "out of bounds", "global", *block, "", address, bytes, {}, act);
+}
+
+void note_prefetch(const void* pointer, unsigned bytes, Place place) {
+  Block* block = the_block;
+  if (!block->detect) return;
+  const By by{*block, *block->current, offset_in_image(place), static_cast<std::uint16_t>(block->slot_of(*block->current))};
+  const GlobalMemory& memory = block->launch->memory;
+  const std::uintptr_t offset = reinterpret_cast<std::uintptr_t>(pointer) - reinterpret_cast<std::uintptr_t>(memory.base);
+  const bool within = offset < memory.bytes && bytes <= memory.bytes - offset;
+  const auto exists = [](std::uint8_t state) { return (state & GlobalMemory::VALID) != 0; };
+  const auto first = memory.state.begin() + static_cast<std::ptrdiff_t>(within ? offset : 0);
+  if (within && std::all_of(first, first + bytes, exists)) return;
+  const Region* region = within ? memory.region_of(offset) : nullptr;
+  report(by, "out of bounds", "global", *block, region ? region->name : "", offset - (region ? region->offset : 0), bytes, {}, Act::async_read);
+}
+
+void note_misaligned(const void* pointer, unsigned alignment, Act act, Place place) {
+  Block* block = the_block;
+  if (!block || !block->detect || !block->current) return;
+  const By by{*block, *block->current, offset_in_image(place), static_cast<std::uint16_t>(block->slot_of(*block->current))};
+  const GlobalMemory& memory = block->launch->memory;
+  const std::uintptr_t offset = reinterpret_cast<std::uintptr_t>(pointer) - reinterpret_cast<std::uintptr_t>(memory.base);
+  if (offset < memory.bytes) {
+    const Region* region = memory.region_of(offset);
+    report(by, "misaligned", "global", *block, region ? region->name : "", offset - (region ? region->offset : 0), alignment, {}, act);
+    return;
+  }
+  for (Block* owner : block->team->blocks) {
+    if (owner->owns_shared(pointer)) return report(by, "misaligned", "shared", *owner, "", owner->offset_of(pointer), alignment, {}, act);
+  }
 }
 
 bool detecting() { return the_block && the_block->detect; }
@@ -616,7 +666,7 @@ void detect_returned(Block& block) {
 
 }  // namespace emu
 
-// --- -fsanitize=bounds calls this where an index lies outside of its array ---------------------------------------------------
+// --- -fsanitize=bounds and =alignment call these: an index outside of its array, an address that its type does not allow ------
 
 extern "C" void __ubsan_handle_out_of_bounds(void*, void* index) {
   emu::Block* block = emu::the_block;
@@ -624,6 +674,23 @@ extern "C" void __ubsan_handle_out_of_bounds(void*, void* index) {
   block->findings.add({"out of bounds", "array index", "", reinterpret_cast<std::uintptr_t>(index), 0, 1,
                        {block->index.x, block->index.y, block->index.z}, {},
                        {block->current->id, static_cast<int>(block->rank), emu::Act::read, emu::offset_in_image(EMULATION_HERE())}});
+}
+
+namespace {
+
+// What the compiler says of the place, in the layout that it has for its own library (compiler-rt, ubsan_handlers.h).
+struct TypeMismatch {
+  const char* file;
+  std::uint32_t line, column;
+  const void* type;
+  std::uint8_t log2_alignment;
+  std::uint8_t use;   // 1: a store
+};
+
+}  // namespace
+
+extern "C" void __ubsan_handle_type_mismatch_v1(const TypeMismatch* what, void* pointer) {
+  emu::note_misaligned(pointer, 1u << what->log2_alignment, what->use == 1 ? emu::Act::write : emu::Act::read, EMULATION_HERE());
 }
 
 // --- the compiler's hooks: -fsanitize=thread calls these before each load and store of instrumented code --------------------

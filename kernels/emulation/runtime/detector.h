@@ -78,15 +78,20 @@ struct GlobalMemory {
   std::uint64_t bytes = 0;
   std::vector<Region> regions;
   std::vector<std::uint8_t> state;       // with hooks: a byte each
-  struct Owner {
-    std::uint32_t block;                 // 1 + linear index of the block that wrote it last; 0: none
+  struct Touch {                         // the last access of its kind
+    std::uint32_t block;                 // 1 + linear index of the block; 0: none
     std::uint32_t place;
-    std::uint32_t clock;                 // of the thread that did, and which of its cluster's that is
+    std::uint32_t clock;                 // of the thread, and which of its cluster's that is
     std::uint16_t slot;
-    std::int32_t thread;
-    std::uint8_t atomic;
+    bool atomic;
   };
-  std::vector<Owner> owners;             // with hooks: one for each 4 bytes
+  struct Owner {
+    Touch written;
+    Touch read[2];                       // by two blocks, the last one first: a block that writes finds one of another
+  };
+  static constexpr unsigned OWNED = 2;   // bytes an owner: the smallest element, so that neighbours may be two blocks'
+  std::vector<Owner> owners;             // with hooks: from the first writable array to the end of the last
+  std::uint64_t first_owned = 0;         // where they begin
   void describe();                       // fills state from regions
   const Region* region_of(std::uint64_t offset) const;   // the one that reaches over it, or the nearest
 };

@@ -189,9 +189,9 @@ class _Request:
         how: tuple[str, ...] = ("-O1",)  # -O2 takes twice as long, and kernels run no faster by it
         if self.hooks and self.compiler.family == "g++":
             # -fno-tree-sra: it would take 16-byte accesses apart before the hooks see them.
-            how += ("-fsanitize=thread", "-fsanitize=bounds", "-fno-tree-sra")
+            how += ("-fsanitize=thread", "-fsanitize=bounds,alignment", "-fno-tree-sra")
         elif self.hooks:
-            how += ("-fsanitize=thread", "-fsanitize=array-bounds")
+            how += ("-fsanitize=thread", "-fsanitize=array-bounds,alignment")
         many = "-fmax-errors=20" if self.compiler.family == "g++" else "-ferror-limit=20"
         # A kernel's warnings are NVRTC's business: here #pragma unroll and CUDA's attributes would fill the log.
         return (

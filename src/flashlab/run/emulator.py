@@ -38,9 +38,11 @@ from flashlab.build.cpu import build_stage as build_stage
 from flashlab.build.cpu import cxx as cxx
 from flashlab.build.cpu import install_command as install_command
 from flashlab.build.parallel import cores as cores
-from flashlab.core.errors import EmulationError, LayoutError, OutputError, ParameterError
+from flashlab.core.errors import EmulationError, LayoutError, OutputError, ParameterError, UnsupportedError
 
 DEFAULT_TIMEOUT_S = 60.0
+MAX_SMEM_BYTES = 227 * 1024
+"""Dynamic shared memory of a block, at most: an sm_90's, as kernels/emulation/runtime/block.h has it."""
 
 Access = Literal["r", "w", "rw"]
 Status = Literal["ok", "deadlock", "misuse", "crash", "timeout"]
@@ -206,7 +208,8 @@ class Finding:
     """Something that the detector found wrong; one a pair of source lines and kind. `str` says it for people."""
 
     kind: str
-    """`race`, `uninitialised`, `out of bounds`, `missing fence`, `in flight`, `divergent barrier`."""
+    """`race`, `uninitialised`, `out of bounds`, `misaligned`, `input modified`, `missing fence`, `in flight`,
+    `divergent barrier`, `before griddepcontrol.wait`."""
     space: str
     """`shared` or `global`."""
     array: str
@@ -238,7 +241,11 @@ class Finding:
                 for actor in (first, second)
                 if actor
             )
-            title = {"uninitialised": "read of what was never written", "out of bounds": "access out of bounds"}
+            title = {
+                "uninitialised": "read of what was never written",
+                "out of bounds": "access out of bounds",
+                "misaligned": "access off the alignment of its type",
+            }
             text = f"{title.get(self.kind, self.kind)} {where}: {accesses or 'somewhere'}"
         times = f", {self.count} times" if self.count > 1 else ""
         return f"{text} (block {self.block[0]}, {self.block[1]}, {self.block[2]}{times})"
@@ -392,6 +399,7 @@ def launch(
 
     Raises:
         ParameterError: an argument, size or schedule that does not fit.
+        UnsupportedError: more shared memory than a block may have.
         EmulationError: the kernel deadlocked, crashed, misused the machine or took too long. Arrays are left as they
             were.
         KeyboardInterrupt: Ctrl-C, or `cancel`; the worker is gone.
@@ -399,6 +407,12 @@ def launch(
     check_limits(timeout_s, threads)
     if block is None and emulated.launch_shape is None:
         raise ParameterError(f"block: wanted the number of threads: {emulated.name} defines no launch_shape")
+    wanted = emulated.launch_shape.smem_bytes if smem_bytes is None and emulated.launch_shape else smem_bytes or 0
+    if wanted > MAX_SMEM_BYTES:
+        raise UnsupportedError(
+            f"{emulated.name}: wanted {wanted} bytes of shared memory a block, got at most {MAX_SMEM_BYTES}. Smaller "
+            "tiles or fewer pipeline stages fit."
+        )
     numbers = {"smem": smem_bytes, "threads": threads}
     lines = [
         f"grid {_dim3(grid, 'grid')}",

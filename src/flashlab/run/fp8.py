@@ -89,8 +89,8 @@ def quantize_e4m3(x: Any) -> tuple[Any, Any]:
         x: (batch, heads, length, head_dim), float16, bfloat16 or float32: a torch tensor, or a NumPy array.
 
     Returns:
-        `(e4m3, scale)`: the shape of x in float8_e4m3fn, contiguous, and float32 (batch, heads), with x about
-        e4m3 · scale. A head that holds an infinity or a NaN is lost.
+        `(e4m3, scale)`: the shape of x in float8_e4m3fn, contiguous, and float32 (batch, heads), a normal number, with
+        x about e4m3 · scale. A head that holds an infinity or a NaN is lost.
 
     Raises:
         ShapeError: x has other than four dimensions, or none of some kind.
@@ -106,7 +106,8 @@ def quantize_e4m3(x: Any) -> tuple[Any, Any]:
     library: Any = importlib.import_module("torch") if of_torch else np
     wide = x.float() if of_torch else view.owner.astype("float32", order="C")
     scale = library.amax(library.abs(wide), (-2, -1)) / LARGEST
-    scale = library.where(scale == 0, library.ones_like(scale), scale)
+    smallest = library.full_like(scale, library.finfo(scale.dtype).tiny)  # below it a quotient has few digits
+    scale = library.where(scale == 0, library.ones_like(scale), library.maximum(scale, smallest))
     with np.errstate(invalid="ignore"):  # infinity by infinity, in a head that is lost
         scaled = wide / scale[..., None, None]
     if of_torch:
