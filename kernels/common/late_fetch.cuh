@@ -11,6 +11,10 @@ constexpr int KV_THREADS = WARPGROUP - WARP;
 constexpr int Q_STAGES = 2;                // the next work tile's Q comes while this one is in use
 // With wide rows there is room for one Q. The next work tile is taken as early, and its K comes; its Q when the one before is read.
 constexpr int Q_BUFFERS = HEAD_DIM > 128 ? 1 : Q_STAGES;
+// 1: K and V are fetched as soon as the work tile is known, 0: when its Q has come. A stage may define it; it then has `work_known`.
+#ifndef KNOWN_EARLY
+#define KNOWN_EARLY (Q_BUFFERS == 1)
+#endif
 constexpr int TAKE_AHEAD = 2;              // a work tile is taken when so many K/V tiles of the one before are left to fetch
 constexpr long long L2_SHARE_BYTES = static_cast<long long>(L2_SHARE_MB) << 20;
 
@@ -113,7 +117,7 @@ __device__ __forceinline__ void fetch_Q(const AttentionParams& p, const Attentio
     if (thread == 0) smem.work[q.stage] = scheduler.next(p, count == 0);
     if constexpr (!ALIGNED) __syncwarp();   // the others see it
     const Work work = smem.work[q.stage];
-    if constexpr (Q_BUFFERS == 1) {
+    if constexpr (KNOWN_EARLY) {
       if (thread == 0) ptx::mbarrier_arrive(&smem.work_known[q.stage]);
     }
     if (work.num_tiles == NO_MORE) {
@@ -144,7 +148,7 @@ __device__ __forceinline__ void fetch_KV(const AttentionParams& p, const Attenti
   KvPlace kv;
   for (int count = 0;; ++count) {
     const Place<Q_STAGES> q = Q_place(count);
-    if constexpr (Q_BUFFERS == 1) {
+    if constexpr (KNOWN_EARLY) {
       ptx::mbarrier_wait_parity(&smem.work_known[q.stage], q.parity);
     } else {
       ptx::mbarrier_wait_parity(&smem.Q_full[q.stage], q.parity);   // the work tile is known
@@ -183,7 +187,7 @@ __device__ __forceinline__ void init_barriers(Smem& smem) {
   for (int stage = 0; stage < Q_STAGES; ++stage) {
     ptx::mbarrier_init(&smem.Q_full[stage], FILL_ARRIVALS<Q_THREADS>);
     ptx::mbarrier_init(&smem.Q_empty[stage], NUM_CONSUMERS * WARPGROUP_WARPS + KV_WARPS);
-    if constexpr (Q_BUFFERS == 1) ptx::mbarrier_init(&smem.work_known[stage], 1);
+    if constexpr (KNOWN_EARLY) ptx::mbarrier_init(&smem.work_known[stage], 1);
   }
   for (int stage = 0; stage < PIPELINE_STAGES; ++stage) {
     ptx::mbarrier_init(&smem.K_full[stage], FILL_ARRIVALS<KV_THREADS>);

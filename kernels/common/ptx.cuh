@@ -13,6 +13,13 @@ __device__ __forceinline__ float ex2_approx_ftz(float x) {
   return y;
 }
 
+// 9.7.3.13 rcp: 1 / x, at most 1 ulp off; a result or an x below 2^-126 counts as 0.
+__device__ __forceinline__ float rcp_approx_ftz(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // 9.7.3.22 tanh: relative error at most 2^-11.
 __device__ __forceinline__ float tanh_approx(float x) {
   float y;

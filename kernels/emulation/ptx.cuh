@@ -110,6 +110,13 @@ __forceinline__ float ex2_approx_ftz(float x) {
   return y < SMALLEST_NORMAL ? 0.0f : y;
 }
 
+// 9.7.3.13 rcp: 1 / x, at most 1 ulp off, here rounded to nearest; a result or an x below 2^-126 counts as 0.
+__forceinline__ float rcp_approx_ftz(float x) {
+  constexpr float SMALLEST_NORMAL = 1.17549435e-38f;   // 2^-126
+  const float y = 1.0f / (::fabsf(x) < SMALLEST_NORMAL ? ::copysignf(0.0f, x) : x);
+  return ::fabsf(y) < SMALLEST_NORMAL ? ::copysignf(0.0f, y) : y;
+}
+
 // 9.7.3.22 tanh: relative error at most 2^-11. The hardware's own last bits are not known; 11 bits are kept, so that errors are as large
 // as they may be.
 __forceinline__ float tanh_approx(float x) {

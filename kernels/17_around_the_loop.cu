@@ -1,0 +1,645 @@
+// 17_around_the_loop: a work tile begins and ends in less time. Parent: 16_ones_column.
+// Question: what do the beginning and the end of a work tile cost a kernel whose main loop is as fast as its GEMMs and softmax allow?
+// Change: K and V of the next work tile are fetched before its Q has come; in the first tile, P is rounded beside the exponentials, and
+//         only the columns that the mask cuts are compared; the next work tile is taken under the last PV GEMM; a row is divided by an
+//         approximate reciprocal, and its FP32 sum is added up over lanes for the log-sum-exp alone.
+// Layout: warpgroup 0 fetches, a warp Q, the others K and V; consumer c has rows 64·c onwards. site/stages/17_around_the_loop.md.
+// Requires: sm_90a.
+#define KNOWN_EARLY 1   // late_fetch.cuh
+#include "hopper.cuh"
+#include "late_fetch.cuh"
+#include "softcap.cuh"
+#include "turns.cuh"
+#include "works.cuh"
+
+constexpr int THREADS = (1 + NUM_CONSUMERS) * WARPGROUP;
+constexpr int TILE_Q = NUM_CONSUMERS * WGMMA_ROWS;
+// A thread's registers: the block's, 65536 / THREADS rounded down to a multiple of 8 for each thread, are redistributed.
+constexpr bool WIDE = Q_BUFFERS == 1;      // rows so wide that the output has no room in shared memory, and registers are short
+constexpr int PRODUCER_REGISTERS = NUM_CONSUMERS == 3 ? 32 : WIDE ? 24 : 40;
+constexpr int CONSUMER_REGISTERS = NUM_CONSUMERS == 3 ? 160 : WIDE ? 240 : 232;
+constexpr int NUM_SCORES = TILE_KV / 2;    // of a tile, per thread
+// Where P is rounded, and where ptxas puts code that seldom runs, is worth 1 to 2 % of the time, and only measuring says what is best.
+// Without PINGPONG rounding early would spill a register, and without a mask, so would code apart for the first tile.
+constexpr bool ROUND_EARLY = HEAD_DIM == PANEL && PINGPONG;              // before the range check; a move rounds again
+constexpr bool FIRST_APART = HEAD_DIM == PANEL && !WINDOW && (CAUSAL || PINGPONG);   // a work tile's first K/V tile has its own code
+constexpr bool MOVE_APART = HEAD_DIM == PANEL && CAUSAL && !PINGPONG;    // a move's path rounds P itself, and lies outside the loop
+constexpr bool IN_SPANS = FIRST_APART && PINGPONG;   // of a first tile that the mask cuts, only some columns are compared
+constexpr int ONES = 8;                    // columns of ones: the fewest that an instruction's N can grow by
+constexpr int O_COLUMNS = HEAD_DIM + ONES;
+// An instruction has at most 256 columns: beyond, all panels of V but the last have one of their own.
+constexpr int APART_COLUMNS = O_COLUMNS > 256 ? HEAD_DIM - PANEL : 0;
+// Panels of B lie at one distance from each other. With one panel of V, ones can lie anywhere behind it, and 16 rows do for every
+// instruction. With more, they lie behind the last, TILE_KV rows for every stage.
+constexpr bool SHARED_ONES = HEAD_DIM - APART_COLUMNS == PANEL;
+constexpr int STAGE_ONES = SHARED_ONES ? 0 : TILE_KV * PANEL;
+static_assert(HEAD_DIM <= 256, "HEAD_DIM must be at most 256: the output's registers");
+static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1, 2 or 3: more would have too few registers");
+static_assert(TILE_KV % WGMMA_STEP == 0 && TILE_KV <= 256, "TILE_KV must be a multiple of 16 up to 256: an instruction's N and K");
+static_assert(PIPELINE_STAGES >= 2, "P·V of one tile and Q·K of the next must both be there");
+static_assert(!WINDOW || (NUM_CONSUMERS - 1) * WGMMA_ROWS <= (WIDE && PINGPONG ? 1 : TAKE_AHEAD) * TILE_KV,
+              "a consumer must not wait for the next work tile while others wait for tiles, or turns, that it leaves to them");
+
+constexpr int O_ALIGNMENT = WIDE ? 16 : PATTERN_BYTES;
+constexpr int O_ELEMENTS = WIDE ? CHUNK : WARP_ROWS * HEAD_DIM;   // a chunk where nobody uses them
+
+struct SharedStorage {
+  alignas(PATTERN_BYTES) element Q[Q_BUFFERS][NUM_CONSUMERS][WGMMA_ROWS * HEAD_DIM];  // each consumer's own
+  alignas(PATTERN_BYTES) element K[PIPELINE_STAGES][TILE_KV * HEAD_DIM];
+  alignas(PATTERN_BYTES) element V[PIPELINE_STAGES][TILE_KV * HEAD_DIM + STAGE_ONES];
+  alignas(PATTERN_BYTES) element ones[WGMMA_STEP * PANEL];                            // where one panel serves every stage
+  alignas(O_ALIGNMENT) element O[NUM_CONSUMERS][WARPGROUP_WARPS][O_ELEMENTS];         // each warp's own, on their way out
+  Work work[Q_STAGES];                                                                // what Q belongs to; comes and goes with it
+  ptx::Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
+  ptx::Mbarrier end_near;                                            // the work tile at hand has few K/V tiles left to fetch
+  ptx::Mbarrier K_full[PIPELINE_STAGES], K_empty[PIPELINE_STAGES];   // full: the tile has come; empty: every consumer warp is done
+  ptx::Mbarrier V_full[PIPELINE_STAGES], V_empty[PIPELINE_STAGES];
+  ptx::Mbarrier work_known[Q_STAGES];                                // `work` is there, its Q on its way
+};
+static_assert(sizeof(SharedStorage) <= BLOCK_SMEM_BYTES, "the tiles must fit into shared memory: fewer keys, rows or stages");
+constexpr int V_STAGE_BYTES = sizeof(SharedStorage::V) / PIPELINE_STAGES;
+constexpr int APART_BYTES = APART_COLUMNS * TILE_KV * sizeof(element);   // of V, before the panels beside which ones are
+constexpr int ONES_DISTANCE = sizeof(SharedStorage::V) - APART_BYTES;    // they follow V
+static_assert(ONES_DISTANCE % PATTERN_BYTES == 0, "ones must start right behind V: a pattern of 8 rows after the other");
+
+extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q, WGMMA_ROWS, TILE_KV, 1};
+
+// Named barriers; 0 is __syncthreads.
+enum NamedBarrier {
+  TURN_BARRIER = 1,   // and 2, 3: a consumer's turn to issue GEMMs has come
+};
+using ProductTurns = Turns<TURN_BARRIER, NUM_CONSUMERS, PINGPONG>;
+
+// --- softmax -----------------------------------------------------------------------------------------------------------------
+// A probability is P = 2^(score - reference), in units of log2. A row's reference is settled by its first scores, HEADROOM powers of
+// two above the largest of a few of them, and moves by powers of two where a sum leaves its range: P, the sums and O are multiplied by
+// a power of two, which rounds nothing. What a row does depends on its own scores alone, and so do its last bits.
+
+// Headroom and range. float16 has few small numbers: P starts near 2^-2, or weights far below a row's largest would be lost that
+// FlashAttention keeps; a lane's sum below 65504 says that none of its P rounds to infinity. bfloat16 has FP32's exponents, and small P
+// are as exact as large ones: P starts near 2^-48 and stays below 1, as where the reference is the maximum, so that P·V overflows only
+// where it would there. Values of V below 2^-70 lose bits for it.
+template <typename T>
+constexpr int HEADROOM_OF = 48;
+template <>
+constexpr int HEADROOM_OF<__half> = 2;
+constexpr int HEADROOM = HEADROOM_OF<element>;
+constexpr float HEADROOM_FACTOR = static_cast<float>(1ull << HEADROOM);
+template <typename T>
+constexpr float SUM_LIMIT_OF = 1.0f;
+template <>
+constexpr float SUM_LIMIT_OF<__half> = 65504.0f;
+constexpr float SUM_LIMIT = SUM_LIMIT_OF<element>;   // of a lane's P of one tile
+// The power of two that a sum out of range is brought to. 2^-2 in float16 too would leave more room, and was slower where scores grow
+// by about that room in a tile or two: a warp's rows then move in different tiles, and the warp in every one.
+constexpr int SETTLED = SUM_LIMIT > 1.0f ? 0 : -HEADROOM;
+constexpr float OVERFLOWN = 0x1p126f;   // a sum from here on, or NaN, says that FP32 may not hold some exponential
+constexpr float NOTHING_SEEN = -0x1p100f;   // a reference against which every score but -inf overflows
+
+// The columns of a tile that a lane's rows see: those from first_key[h] on and below num_keys[h], counted from the lane's first.
+struct Visible {
+#if WINDOW
+  int first_key[HALVES] = {};
+#endif
+  int num_keys[HALVES] = {TILE_KV, TILE_KV};
+  // Every row of the warp sees the tile's columns below the first, and none from the second on.
+  int warp_whole = 0, warp_keys = TILE_KV;
+  __device__ __forceinline__ bool operator()(int i) const {
+    const int column = i / 4 * 8 + i % 2, h = i / 2 % 2;
+#if WINDOW
+    if (column < first_key[h]) return false;
+#endif
+    return column < num_keys[h];
+  }
+};
+
+// A lane's sums over a tile, in two chains of additions for each row.
+struct TileSums {
+  float chain[HALVES][2] = {};
+  __device__ __forceinline__ float of(int h) const { return chain[h][0] + chain[h][1]; }
+};
+
+// A tile's scores are capped, where the call asks for it.
+__device__ __forceinline__ void cap_scores(float (&S_reg)[NUM_SCORES], const AttentionParams& p) {
+#pragma unroll
+  for (int i = 0; i < NUM_SCORES; ++i) S_reg[i] = capped(p, S_reg[i]);
+}
+
+// COUNT of a lane's scores, from FIRST on, become probabilities in their place, and are added up.
+template <int FIRST, int COUNT, bool COMPARED>
+__device__ __forceinline__ void exponentials_of(float (&S_reg)[NUM_SCORES], const float (&reference)[HALVES], float scale_log2,
+                                                TileSums& sums, const Visible& visible) {
+#pragma unroll
+  for (int i = FIRST; i < FIRST + COUNT; ++i) {
+    const int h = i / 2 % 2;
+    const float x = fmaf(S_reg[i], scale_log2, -reference[h]);
+    S_reg[i] = ptx::ex2_approx_ftz(!COMPARED || visible(i) ? x : NEG_INF);
+    sums.chain[h][i % 2] += S_reg[i];
+  }
+}
+
+// All of a tile's scores, in spans of COUNT. Nothing here waits for another lane. What the whole warp does not see costs nothing; and
+// where BRANCHES, what it sees without exception needs no comparison. Spans must be wide for that: ptxas makes no branch around a few
+// instructions, but issues them all, with a predicate.
+template <bool MASKED, bool BRANCHES = false, int FIRST = 0>
+__device__ __forceinline__ void exponentials(float (&S_reg)[NUM_SCORES], const float (&reference)[HALVES], float scale_log2,
+                                             TileSums& sums, const Visible& visible = {}) {
+  constexpr int COUNT = !MASKED ? NUM_SCORES : BRANCHES && NUM_SCORES % 16 == 0 ? 16 : 8;   // a lane's scores of 32 columns, or of 16
+  if (!MASKED || (BRANCHES && 2 * (FIRST + COUNT) <= visible.warp_whole)) {
+    exponentials_of<FIRST, COUNT, false>(S_reg, reference, scale_log2, sums, visible);
+  } else if (2 * FIRST < visible.warp_keys) {
+    exponentials_of<FIRST, COUNT, true>(S_reg, reference, scale_log2, sums, visible);
+  } else {
+#pragma unroll
+    for (int i = FIRST; i < FIRST + COUNT; ++i) S_reg[i] = 0.0f;
+  }
+  if constexpr (FIRST + COUNT < NUM_SCORES) {
+    exponentials<MASKED, BRANCHES, FIRST + COUNT>(S_reg, reference, scale_log2, sums, visible);
+  }
+}
+
+// Row h's reference rises by `powers` of two, at most 126.
+__device__ __forceinline__ void move_reference(float (&S_reg)[NUM_SCORES], float (&O_reg)[O_COLUMNS / 2], RowState& rows, float& sum,
+                                               int h, int powers) {
+  const float factor = __int_as_float((127 - powers) << 23);   // 2^-powers
+  rows.max[h] += static_cast<float>(powers);
+  rows.sum[h] *= factor;
+  sum *= factor;
+#pragma unroll
+  for (int i = 0; i < NUM_SCORES; ++i) {
+    if (i / 2 % 2 == h) S_reg[i] *= factor;
+  }
+#pragma unroll
+  for (int i = 0; i < O_COLUMNS / 2; ++i) {
+    if (i / 2 % 2 == h) O_reg[i] *= factor;
+  }
+}
+
+// FP32 does not hold the exponentials of `lost` rows: some score is over a hundred powers of two above the reference. The warp's
+// scores are computed again by mma.sync, 8 keys at a time, whose accumulator has the layout of wgmma's, and those rows refer to their
+// maximum. K comes from global memory: its stage is not held back for what hardly ever happens.
+__device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (&O_reg)[O_COLUMNS / 2], RowState& rows,
+                                             float (&sum)[HALVES], const bool (&lost)[HALVES],
+                                             const unsigned (&Q_reg)[HEAD_DIM / WGMMA_STEP][4], const element* Q_smem,
+                                             const AttentionParams& p, const Work& work, int tile, const Visible& visible, int warp,
+                                             int lane) {
+  count_fallback<1>(p, lane);
+  const element* K_gmem = head_of(p.K, work.batch, kv_head_of(p, work.head)) + tile * TILE_KV * p.K.row_stride;
+  const int last_key = p.kv_len - 1 - tile * TILE_KV;   // there may be fewer than TILE_KV
+#pragma unroll 1
+  for (int j = 0; j < TILE_KV / MATRIX; ++j) {
+    float S[4] = {};
+    const element* key = K_gmem + min(j * MATRIX + lane / ROW_LANES, last_key) * p.K.row_stride + lane % ROW_LANES * 2;
+#pragma unroll
+    for (int k = 0; k < HEAD_DIM / WGMMA_STEP; ++k) {
+      unsigned K_part[2];   // as B: key lane / 4, and of the 16 columns 2 · (lane % 4) onwards and 8 further
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const element* pair = key + k * WGMMA_STEP + 8 * i;
+        if constexpr (ALIGNED) {
+          K_part[i] = *reinterpret_cast<const unsigned*>(pair);
+        } else {
+          K_part[i] = pack(to_float(pair[0]), to_float(pair[1]), element{});   // exact: they are such elements
+        }
+      }
+      if constexpr (Q_IN_REGISTERS) {
+        mma(S, Q_reg[k], K_part, element{});
+      } else {
+        unsigned Q_part[4];
+        load_Q_part(Q_part, Q_smem, k, warp, lane);
+        mma(S, Q_part, K_part, element{});
+      }
+    }
+    // Registers have no index: all are visited, four are meant.
+#pragma unroll
+    for (int i = 0; i < NUM_SCORES; ++i) S_reg[i] = i / 4 == j && lost[i / 2 % 2] ? capped(p, S[i % 4]) * p.scale_log2 : S_reg[i];
+  }
+#pragma unroll
+  for (int h = 0; h < HALVES; ++h) {
+    float row_max = NEG_INF;
+#pragma unroll
+    for (int i = 0; i < NUM_SCORES; ++i) {
+      if (i / 2 % 2 == h && visible(i)) row_max = fmaxf(row_max, S_reg[i]);
+    }
+    row_max = lanes_max<ROW_LANES>(row_max);
+    if (!lost[h]) continue;
+    const float reference = (row_max == NEG_INF ? 0.0f : row_max) + HEADROOM;
+    const float factor = ptx::ex2_approx_ftz(fminf(rows.max[h] - reference, 0.0f));   // above 1 only where there is nothing yet
+    rows.max[h] = row_max == NEG_INF ? NEG_INF : reference;   // none yet
+    rows.sum[h] *= factor;
+    sum[h] = 0.0f;
+#pragma unroll
+    for (int i = 0; i < NUM_SCORES; ++i) {
+      if (i / 2 % 2 == h) {
+        S_reg[i] = ptx::ex2_approx_ftz(visible(i) ? S_reg[i] - reference : NEG_INF);
+        sum[h] += S_reg[i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < O_COLUMNS / 2; ++i) {
+      if (i / 2 % 2 == h) O_reg[i] *= factor;
+    }
+  }
+}
+
+// Columns FIRST to FIRST + COLUMNS of O (64, O_COLUMNS) += P (64, 16) · V (16, O_COLUMNS), by one instruction, or none for none.
+template <int FIRST, int COLUMNS>
+__device__ __forceinline__ void multiply_PV_columns(float (&O_reg)[O_COLUMNS / 2], const unsigned (&P)[4], Descriptor V_desc) {
+  if constexpr (COLUMNS > 0) {
+    ptx::wgmma_rs<COLUMNS, element, ptx::Major::MN>(reinterpret_cast<float(&)[COLUMNS / 2]>(O_reg[FIRST / 2]), P, V_desc, true);
+  }
+}
+
+// A warp's 16 rows leave from registers, 16 bytes at a time: the 4 lanes of a row have 8 columns of each of 4 blocks together, and
+// exchange them until each has a block.
+__device__ __forceinline__ void store_rows(const AttentionParams& p, const float (&O_reg)[HEAD_DIM / 2], int lane, int warp_q_row,
+                                           int head, int batch) {
+  constexpr int COLUMNS = ROW_LANES * CHUNK;   // that the lanes of a row store at once
+  const int lane_id = lane % ROW_LANES;
+#pragma unroll
+  for (int h = 0; h < HALVES; ++h) {
+    uint4 blocks[HEAD_DIM / COLUMNS];
+#pragma unroll
+    for (int j = 0; j < HEAD_DIM / COLUMNS; ++j) {
+      unsigned pair[ROW_LANES];   // of block i; in the end, of this lane's block, lane i's
+#pragma unroll
+      for (int i = 0; i < ROW_LANES; ++i) {
+        const float* O = O_reg + j * COLUMNS / 2 + 4 * i + 2 * h;
+        pair[i] = pack(O[0], O[1], element{});
+      }
+#pragma unroll
+      for (int bit = 1; bit < ROW_LANES; bit *= 2) {
+        const bool upper = lane_id & bit;
+#pragma unroll
+        for (int i = 0; i < ROW_LANES; ++i) {
+          if (i & bit) continue;
+          const unsigned received = __shfl_xor_sync(FULL_WARP, upper ? pair[i] : pair[i | bit], bit);
+          pair[i] = upper ? received : pair[i];
+          pair[i | bit] = upper ? pair[i | bit] : received;
+        }
+      }
+      blocks[j] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+    }
+    const int q_row = warp_q_row + lane / ROW_LANES + 8 * h;
+    if (q_row >= p.q_len) continue;
+    element* row_gmem = head_of(p.O, batch, head) + q_row * p.O.row_stride + lane_id * CHUNK;
+#pragma unroll
+    for (int j = 0; j < HEAD_DIM / COLUMNS; ++j) {
+      if constexpr (ALIGNED) {
+        *reinterpret_cast<uint4*>(row_gmem + j * COLUMNS) = blocks[j];   // as a Chunk the compiler stores some in parts
+      } else {
+        write_chunk(row_gmem + j * COLUMNS, reinterpret_cast<const Chunk&>(blocks[j]));
+      }
+    }
+  }
+}
+
+// A consumer: up to 64 query rows of each work tile.
+__device__ __forceinline__ void consume(const AttentionParams& p, const AttentionMaps& maps, SharedStorage& smem, int consumer,
+                                        int thread) {
+  const int warp = thread / WARP;
+  const int lane = thread % WARP;
+  const int lane_col = lane % ROW_LANES * 2;
+  KvPlace kv;   // of the tile whose scores are next; the one before it has the tile whose probabilities are in P_reg
+
+  const Descriptor K_desc = rows_descriptor(smem.K[0]);
+  // Where ones serve every stage, the distance from V's panel to theirs is another one for every stage and step: PV_STEP.
+  const Descriptor V_desc =
+      SHARED_ONES ? ptx::make_descriptor(smem.V[0] + APART_COLUMNS * TILE_KV, ONES_DISTANCE, PATTERN_BYTES, PANEL_SWIZZLE)
+                  : columns_descriptor<TILE_KV>(smem.V[0]);
+  const Descriptor V_apart_desc = columns_descriptor<TILE_KV>(smem.V[0]);
+  // Moves a descriptor of V by units of 16 bytes; its distance to the next panel, the field from bit 16 on, by as many back.
+  constexpr Descriptor PV_STEP = SHARED_ONES ? 1 - (1ull << 16) : 1;
+  // This warp is done with the stage.
+  const auto release = [&](ptx::Mbarrier* empty) {
+    if (lane == 0) ptx::mbarrier_arrive(empty);
+  };
+
+  unsigned Q_reg[HEAD_DIM / WGMMA_STEP][4];
+  float O_reg[O_COLUMNS / 2] = {};
+  float S_reg[NUM_SCORES];
+  unsigned P_reg[TILE_KV / WGMMA_STEP][4];
+  RowState rows;       // max: the row's reference, -inf where it has none yet
+  int count = -1;      // of work tiles before the current one
+  int num_tiles = 0;   // K/V tiles that this consumer's rows need of the current work tile: at most the block's
+  int not_mine = 0;    // tiles after these that the block needs; they come first
+
+  const auto wait_for_Q = [&](int at) { ptx::mbarrier_wait_parity(&smem.Q_full[Q_place(at).stage], Q_place(at).parity); };
+  const auto wait_for_K = [&]() { ptx::mbarrier_wait_parity(&smem.K_full[kv.stage], kv.parity); };
+  const auto wait_for_V = [&](KvPlace at) { ptx::mbarrier_wait_parity(&smem.V_full[at.stage], at.parity); };
+  const auto current = [&]() -> const Work& { return smem.work[count % Q_STAGES]; };   // read again, rather than kept in registers
+  const auto issue_QK = [&](int stage) {
+    const Descriptor desc = K_desc + descriptor_step(stage * TILE_BYTES<TILE_KV>);
+    if constexpr (Q_IN_REGISTERS) {
+      multiply_QK<TILE_KV>(S_reg, Q_reg, desc);
+    } else {
+      multiply_QK<TILE_KV>(S_reg, rows_descriptor(smem.Q[Q_buffer(count)][consumer]), desc);
+    }
+    ptx::wgmma_commit_group();
+  };
+  const auto issue_PV = [&](int stage) {
+    const Descriptor desc = V_desc + descriptor_step(stage * V_STAGE_BYTES) * PV_STEP;
+    const Descriptor apart_desc = V_apart_desc + descriptor_step(stage * V_STAGE_BYTES);
+#pragma unroll
+    for (int k = 0; k < TILE_KV; k += WGMMA_STEP) {
+      const Descriptor step = descriptor_step(k * PANEL_ROW_BYTES);
+      multiply_PV_columns<0, APART_COLUMNS>(O_reg, P_reg[k / WGMMA_STEP], apart_desc + step);
+      multiply_PV_columns<APART_COLUMNS, O_COLUMNS - APART_COLUMNS>(O_reg, P_reg[k / WGMMA_STEP], desc + step * PV_STEP);
+    }
+    ptx::wgmma_commit_group();
+  };
+  const auto own = [&]() -> decltype(auto) { return params_of(p, current()); };
+  // The first tile of the consumer's rows, and of those that all of them see whole; 0 without a window.
+  const auto first_tile = [&]() {
+    if constexpr (WINDOW) return first_tile_of_rows(own(), current().first_q_row + consumer * WGMMA_ROWS);
+    return 0;
+  };
+  const auto first_whole_tile = [&]() {
+    if constexpr (WINDOW) {
+      return (first_key(own(), current().first_q_row + (consumer + 1) * WGMMA_ROWS - 1) + TILE_KV - 1) / TILE_KV;
+    }
+    return 0;
+  };
+  // Past the last tile that all of them see whole, where none of these rows has its first key.
+  const auto whole_tiles = [&]() {
+    return (visible_keys(own(), current().first_q_row + consumer * WGMMA_ROWS) - (CAUSAL || WINDOW)) / TILE_KV;
+  };
+  const auto warp_row = [&]() { return current().first_q_row + consumer * WGMMA_ROWS + warp * WARP_ROWS; };
+  // K/V tiles, the last ones, that the block needs and this consumer does not.
+  const auto passed_over = [&]() {
+    int tiles = current().num_tiles - num_tiles;
+#if WINDOW
+    if (num_tiles > 0) tiles -= first_tile() - first_tile_of_rows(own(), current().first_q_row);
+#endif
+    return tiles;
+  };
+  // Takes the next work tile; false where there is none.
+  const auto take = [&]() {
+    wait_for_Q(++count);
+    if (current().num_tiles == NO_MORE) return false;
+    num_tiles = tiles_of_rows(own(), current().first_q_row + consumer * WGMMA_ROWS, WGMMA_ROWS);
+    if constexpr (!WIDE) not_mine = passed_over();
+    if constexpr (Q_IN_REGISTERS) load_Q(Q_reg, smem.Q[Q_buffer(count)][consumer], warp, lane);
+    return true;
+  };
+  const auto give_back_Q = [&]() {
+    const Work done = current();
+    __syncwarp();   // all lanes have read it, and Q
+    release(&smem.Q_empty[count % Q_STAGES]);
+    return done;
+  };
+  const auto add_and_round = [&](const float (&sum)[HALVES], bool rounded) {
+    rows.sum[0] += sum[0];
+    rows.sum[1] += sum[1];
+    if (!rounded) round_P<TILE_KV>(P_reg, S_reg);
+  };
+  // The end of a tile's softmax. Rows of which a lane's sum is out of range are brought to 2^SETTLED first. With `early`, P is rounded
+  // before that is known, where the rounding of some scores runs beside the exponentials of others, and rounded again where rows move.
+  const auto finish_tile = [&](float (&sum)[HALVES], int tile, const Visible& visible, bool early) {
+    if (early) round_P<TILE_KV>(P_reg, S_reg);
+    if (__any_sync(FULL_WARP, !(sum[0] < SUM_LIMIT && sum[1] < SUM_LIMIT))) {
+      count_fallback<0>(p, lane);
+      bool any_over[HALVES], lost[HALVES];
+      int powers[HALVES];
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h) {
+        any_over[h] = __any_sync(FULL_WARP, !(sum[h] < SUM_LIMIT));   // of the warp's rows h; often few rows move at once
+        const unsigned bits = lanes_max<ROW_LANES>(__float_as_uint(sum[h]));   // sums are not negative: ordered as their bits, NaN last
+        lost[h] = bits >= __float_as_uint(OVERFLOWN);
+        powers[h] = bits < __float_as_uint(SUM_LIMIT) || lost[h] ? 0 : min(126, static_cast<int>(bits >> 23) - 127 - SETTLED);
+      }
+      const bool any_lost = __any_sync(FULL_WARP, lost[0] || lost[1]);
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h) {
+        if (!any_over[h]) continue;
+        move_reference(S_reg, O_reg, rows, sum[h], h, powers[h]);
+        if (early) round_rows<TILE_KV>(P_reg, S_reg, h);
+      }
+      if (any_lost) {
+        const element* Q_smem = smem.Q[Q_buffer(count)][consumer];
+        scores_again(S_reg, O_reg, rows, sum, lost, Q_reg, Q_smem, own(), current(), tile, visible, warp, lane);
+        if (early) round_P<TILE_KV>(P_reg, S_reg);
+      }
+      if constexpr (MOVE_APART) {
+        add_and_round(sum, false);
+        return;
+      }
+    }
+    add_and_round(sum, early);
+  };
+  // The softmax of a tile in which rows may have their first keys: a work tile's first tile, and those that the mask cuts. A row that
+  // sees a key of the tile sees its first, unless there is a window.
+  const auto settle = [&](int tile, bool masked, bool first) {
+    cap_scores(S_reg, p);
+    Visible visible;
+    if (masked) {
+      if (FIRST_APART && first) {
+        visible.warp_whole = visible_keys(own(), warp_row()) - tile * TILE_KV;
+        visible.warp_keys = visible_keys(own(), warp_row() + WARP_ROWS - 1) - tile * TILE_KV;
+      }
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h) {
+        visible.num_keys[h] = visible_keys(own(), warp_row() + lane / ROW_LANES + 8 * h) - tile * TILE_KV - lane_col;
+#if WINDOW
+        visible.first_key[h] = first_key(own(), warp_row() + lane / ROW_LANES + 8 * h) - tile * TILE_KV - lane_col;
+#endif
+      }
+    }
+#if WINDOW
+    const bool settled = !__any_sync(FULL_WARP, rows.max[0] == NEG_INF || rows.max[1] == NEG_INF);   // in tiles cut on the left alone
+#else
+    constexpr bool settled = false;
+#endif
+    float reference[HALVES];
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      if (!settled) {
+        float some = NEG_INF;   // of the largest scores: of the row's first 8 keys, and with a window, of all that it sees of the tile
+#pragma unroll
+        for (int i = 2 * h; i < (WINDOW ? NUM_SCORES : 4); i += 4) {
+          const float one = !masked || visible(i) ? S_reg[i] * p.scale_log2 : NEG_INF;
+          const float other = !masked || visible(i + 1) ? S_reg[i + 1] * p.scale_log2 : NEG_INF;
+          some = i < 4 ? fmaxf(one, other) : fmaxf(some, fmaxf(one, other));
+        }
+        const float first = lanes_max<ROW_LANES>(some) + HEADROOM;
+        rows.max[h] = rows.max[h] == NEG_INF ? first : rows.max[h];
+      }
+      // Where the first scores are -inf, P is 2^-inf against any finite reference. Against NOTHING_SEEN, later scores of the tile are lost.
+      reference[h] = masked && rows.max[h] == NEG_INF ? NOTHING_SEEN : rows.max[h];
+    }
+    TileSums sums;
+    if (masked && IN_SPANS && first) {
+      exponentials<true, true>(S_reg, reference, p.scale_log2, sums, visible);
+    } else if (masked) {
+      exponentials<true>(S_reg, reference, p.scale_log2, sums, visible);
+    } else {
+      exponentials<false>(S_reg, reference, p.scale_log2, sums);
+    }
+    float sum[HALVES] = {sums.of(0), sums.of(1)};
+    finish_tile(sum, tile, visible, ROUND_EARLY && FIRST_APART && first);
+  };
+  // A work tile's first K/V tile, or a further one that the mask cuts.
+  const auto cut_tile = [&](int tile, int first_whole, bool first) {
+    wait_for_K();
+    if (!first) wait_for_V(kv.previous());
+    ProductTurns::wait(consumer);
+    ptx::wgmma_fence();
+    issue_QK(kv.stage);
+    if (!first) issue_PV(kv.previous().stage);
+    ProductTurns::pass(consumer);
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_pin(S_reg);
+    if (!first) ptx::wgmma_pin(O_reg);
+    release(&smem.K_empty[kv.stage]);
+    if (!first) release(&smem.V_empty[kv.previous().stage]);
+    settle(tile, CAUSAL || WINDOW || tile >= first_whole, first);
+    kv = kv.next();
+  };
+  // A work tile's output leaves; nothing of it is left for the next.
+  const auto leave = [&](const Work& done) {
+    const int first_row = done.first_q_row + consumer * WGMMA_ROWS;
+    float O_out[HEAD_DIM / 2];
+#pragma unroll
+    for (int i = 0; i < HEAD_DIM / 2; ++i) O_out[i] = O_reg[i];
+    const AttentionParams& of_done = params_of(p, done);
+    const int warp_q_row = first_row + warp * WARP_ROWS;
+    float inv_weight[HALVES];
+#pragma unroll
+    for (int h = 0; h < HALVES; ++h) {
+      const float weight = O_reg[HEAD_DIM / 2 + 2 * h];   // the columns of ones: the same in all 8
+      inv_weight[h] = weight == 0.0f ? 0.0f : ptx::rcp_approx_ftz(weight);
+    }
+    if (of_done.LSE) {
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h) {
+        const float sum = lanes_sum<ROW_LANES>(rows.sum[h]) * HEADROOM_FACTOR;   // the headroom would take the logarithm's last bits
+        const int q_row = warp_q_row + lane / ROW_LANES + 8 * h;
+        if (lane % ROW_LANES == 0 && q_row < of_done.q_len) {
+          const long long place = lse_row(of_done, done.batch, done.head, q_row);
+          of_done.LSE[place] = sum == 0.0f ? NEG_INF : (rows.max[h] - HEADROOM) * LN_2 + logf(sum);
+        }
+      }
+    }
+    scale_O(O_out, inv_weight);
+    if constexpr (WIDE) {
+      store_rows(of_done, O_out, lane, warp_q_row, done.head, done.batch);
+    } else if constexpr (ALIGNED) {
+      const InMap place = q_in_map(p, done);
+      const int map_row = place.row + warp_q_row;
+      copy_rows(maps, O_out, smem.O[consumer][warp], lane, map_row, done.head, place.batch, place.length);
+    } else {
+      write_rows(of_done, O_out, smem.O[consumer][0], warp, lane, first_row, done.head, done.batch);
+    }
+#pragma unroll
+    for (int i = 0; i < O_COLUMNS / 2; ++i) O_reg[i] = 0.0f;
+    rows = {};
+  };
+
+  ProductTurns::begin(consumer);
+  // Passes over a tile that the block needs and this consumer does not.
+  const auto skip_tile = [&]() {
+    wait_for_K();
+    __syncwarp();   // no lane still waits for a phase that an arrival could end for good
+    release(&smem.K_empty[kv.stage]);
+    ProductTurns::wait(consumer);
+    ProductTurns::pass(consumer);
+    wait_for_V(kv);
+    __syncwarp();
+    release(&smem.V_empty[kv.stage]);
+    kv = kv.next();
+  };
+  bool more = take();
+  while (more) {
+    if constexpr (WIDE) not_mine = passed_over();   // not before the output has left
+    for (; not_mine > 0; --not_mine) skip_tile();
+    const int last_tile = first_tile(), last_whole = first_whole_tile();   // tiles come from the last to the first
+    int tile = last_tile + num_tiles - 1;
+    const int first_whole = whole_tiles();
+    if constexpr (FIRST_APART) {
+      if (tile >= 0) cut_tile(tile--, first_whole, true);
+    }
+    for (bool first = !FIRST_APART; tile >= last_tile && (first || tile >= first_whole); first = false) {
+      cut_tile(tile--, first_whole, first);
+    }
+
+    bool K_came = false, V_came = false;   // tested before it must be known, because an answer takes a while
+    for (; tile >= last_whole; --tile) {
+      if (!K_came) wait_for_K();
+      if (!V_came) wait_for_V(kv.previous());
+      ProductTurns::wait(consumer);
+      ptx::wgmma_fence();
+      issue_QK(kv.stage);
+      issue_PV(kv.previous().stage);
+      ProductTurns::pass(consumer);
+      ptx::wgmma_wait_group<1>();   // Q·K is done; P·V of the tile before is under way
+      ptx::wgmma_pin(S_reg);
+      release(&smem.K_empty[kv.stage]);
+      const KvPlace after = kv.next();
+      K_came = ptx::mbarrier_test_wait_parity(&smem.K_full[after.stage], after.parity);
+      V_came = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity);
+      ptx::wgmma_wait_group<0>();   // so is P·V; it names no registers, and ptxas has some exponentials before it
+      ptx::wgmma_pin(O_reg);
+      release(&smem.V_empty[kv.previous().stage]);
+      cap_scores(S_reg, p);
+      TileSums sums;
+      exponentials<false>(S_reg, rows.max, p.scale_log2, sums);
+      float sum[HALVES] = {sums.of(0), sums.of(1)};
+      finish_tile(sum, tile, {}, ROUND_EARLY);
+      kv = after;
+    }
+    if constexpr (WINDOW) {
+      while (tile >= last_tile) cut_tile(tile--, first_whole, false);
+    }
+
+    // The last P·V. Under it the next work tile is waited for, and taken.
+    const bool any_tiles = num_tiles > 0;
+    Work done;
+    if constexpr (WIDE) done = give_back_Q();
+    if (any_tiles) {
+      wait_for_V(kv.previous());
+      ptx::wgmma_fence();
+      issue_PV(kv.previous().stage);
+    }
+    if constexpr (!WIDE) done = give_back_Q();
+    more = take();
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_pin(O_reg);
+    if (any_tiles) {
+      release(&smem.V_empty[kv.previous().stage]);
+      if constexpr (WINDOW) {
+        for (int left = last_tile - first_tile_of_rows(params_of(p, done), done.first_q_row); left > 0; --left) skip_tile();
+      }
+    }
+    leave(done);
+  }
+  if constexpr (ALIGNED && !WIDE) output_copied(lane);
+  ProductTurns::end(consumer);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+attention_17_around_the_loop(const __grid_constant__ AttentionParams p, const __grid_constant__ AttentionMaps maps) {
+  extern __shared__ __align__(1024) unsigned char shared_bytes[];
+  SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
+
+  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);   // by a shuffle, so that ptxas sees one for a warp
+  const int thread = threadIdx.x % WARPGROUP;
+
+  if (threadIdx.x == 0) init_barriers(smem);
+  if constexpr (SHARED_ONES) {
+    for (int i = threadIdx.x; i < WGMMA_STEP * PANEL; i += THREADS) smem.ones[i] = from_float<element>(1.0f);
+  } else {
+    for (int stage = 0; stage < PIPELINE_STAGES; ++stage) {
+      for (int i = threadIdx.x; i < STAGE_ONES; i += THREADS) smem.V[stage][TILE_KV * HEAD_DIM + i] = from_float<element>(1.0f);
+    }
+  }
+  ptx::fence_proxy_async_shared();   // the tensor cores will read what was written by plain stores
+  __syncthreads();   // the barriers exist, and the ones
+
+  if (warpgroup == 0) {
+    ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
+    produce(p, maps, smem, thread);
+  } else {
+    ptx::setmaxnreg_inc<CONSUMER_REGISTERS>();
+    consume(p, maps, smem, warpgroup - 1, thread);
+  }
+}
