@@ -503,7 +503,7 @@ def waves(figure: Figure, layout: Layout) -> Facts:
     return one | {"sms": sms, "heads": heads, "tokens": problem.q_len, "first_end": first_end, "last_end": last_end}
 
 
-# --- 12 to 16: shared memory, references, ones ------------------------------------------------------------------------
+# --- 12 to 17: shared memory, references, ones, masks -----------------------------------------------------------------
 
 
 def smem(figure: Figure, layout: Layout) -> Facts:
@@ -604,6 +604,27 @@ def ones(figure: Figure, layout: Layout) -> Facts:
     return one
 
 
+def spans(figure: Figure, layout: Layout) -> Facts:
+    """The tile on the diagonal, as a consumer's four warps of 17 have it: of which columns they compare any."""
+    one = _constants("17_around_the_loop")
+    keys, span, rows = one["TILE_KV"], 32, one["WARP_ROWS"]
+    first = keys - one["WGMMA_ROWS"]  # the key that the first row sees last
+    axes = _sheet(figure, (-12, keys + 1), (-6, one["WGMMA_ROWS"] + 1))
+    for warp in range(one["WGMMA_ROWS"] // rows):
+        whole, seen = first + warp * rows + 1, first + (warp + 1) * rows
+        _in(axes, -7, (warp + 0.5) * rows, f"warp {warp}", color=MUTED, fontsize="small")
+        for left in range(0, keys, span):
+            look = (
+                (STAGE, "no comparison") if left + span <= whole else (LOSS, "compared") if left < seen else (GRID, "")
+            )
+            words = look[1] if layout == "wide" or look[0] == LOSS else ""
+            _box(axes, left, warp * rows, span, rows, look[0], words, fontsize="small")
+    axes.plot([first, keys], [0, one["WGMMA_ROWS"]], color=INK, linewidth=1.6)
+    for left in range(0, keys, span):
+        _in(axes, left + span / 2, -3, f"keys {left} to {left + span - 1}", color=MUTED, fontsize="small")
+    return one | {"span": span}
+
+
 _WORDS: Mapping[str, Mapping[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
@@ -624,7 +645,7 @@ DRAWINGS: Mapping[str, Callable[[], Chart]] = {
     sketch.__name__: partial(drawn, sketch)
     for sketch in (
         *(tiles, scalar, loads, pairs, sharing, trip, factors, pipeline, fragment, swizzle, wgmma, ring, waves),
-        *(joint, early, reference, ones, smem),
+        *(joint, early, reference, ones, smem, spans),
     )
 }
 """Each by the name that the journey takes it in by."""
