@@ -396,11 +396,14 @@ def test_the_choice_is_what_the_three_steps_say_of_any_problem(whole: bool) -> N
             mask=rng.choice(("full", "causal")),
         )
         arch, sm_count = rng.choice(((ARCH, SMS), (ARCH, 114), ("sm_80", 108)))
-        choices = tuned.rank(problem, H200, arch, sm_count).choices
-        assert list(map(tuple, choices)) == plainly(problem, found, kin, arch, sm_count), problem.label
+        table, choices = tuned.rank(problem, H200, arch, sm_count)
+        # Where a stage has no records here, the kin's table may decide, which borrows from nobody.
+        of = (table, None) if table is not None and table is kin else (found, kin)
+        assert list(map(tuple, choices)) == plainly(problem, *of, arch, sm_count), problem.label
         compared += len(choices)
         if choices:
-            stage, row = choices[-1].stage, choices[-1].tuned_on
+            one = choices[-1 if of[0] is found else 0]
+            stage, row = one.stage, one.tuned_on
             named = tuned.parameters(stage, H200, problem, arch=arch)
             assert named == (row.parameters if row and arch == ARCH else {})
     assert compared > (5000 if whole else 1300)
