@@ -381,6 +381,18 @@ def test_the_best_stage_is_held_against_the_best_library_of_its_type(tmp_path: P
     assert flat["sustained"] is None
 
 
+def test_a_new_rung_leaves_its_parent_the_problems_at_which_it_was_not_timed(tmp_path: Path) -> None:
+    """But not the rungs before: what was the best one once is not held against libraries of today."""
+    sessions = ("20260101T030000Z-0123abc", "20260102T030000Z-1123abc", "20260103T030000Z-2123abc")
+    problems = tuple(replace(FIRST, batch=batch) for batch in (1, 2, 3))
+    first, parent, last = "14_stale_max", "16_ones_column", "17_around_the_loop"
+    assert registry.STAGES[last].parent == parent
+    for run, name, problem in zip(sessions, (first, parent, last), problems, strict=True):
+        _write(tmp_path, run, _timed(name, problem, run, 100.0), _timed("sdpa", problem, run, 110.0))
+    found = {one.problem: one.burst and one.burst.stage.name for one in contests.against_peers(GPU, tmp_path)}
+    assert found == {problems[1]: parent, problems[2]: last}
+
+
 def _wrote(row: schema.Measurement, lse: bool | None) -> schema.Measurement:
     return row.model_copy(update={"lse": lse})
 
@@ -643,14 +655,6 @@ def test_a_library_that_is_as_fast_in_bursts_stands_for_the_fastest_under_load(t
     assert found.sustained is not None
     assert (found.burst.peer.name, found.sustained.peer.name) == ("sdpa", "sdpa_cudnn")
     assert found.sustained.ratio == pytest.approx(1.2)
-
-
-def test_no_ratio_is_older_than_the_last_rung(tmp_path: Path) -> None:
-    old, new = "20260101T030000Z-4567def", "20260102T030000Z-0123abc"
-    causal = Problem.parse(FIRST_SHAPE, mask="causal")
-    _write(tmp_path, old, _timed("00_naive", causal, old, 1.0), _timed("sdpa", causal, old, 1.0))
-    _write(tmp_path, new, _timed("01_coalesced", FIRST, new, 1.0), _timed("sdpa", FIRST, new, 1.0))
-    assert [one.problem for one in contests.against_peers(GPU, tmp_path)] == [FIRST]
 
 
 def test_an_edited_copy_is_no_stage_of_ours(tmp_path: Path) -> None:

@@ -181,7 +181,8 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
     "Best" is of what that run timed. Under continuous work, likewise, of the newest run that kept a library busy that
     is the best in bursts, or within a percent of it: without one, a ratio would say too much. (torch's own choice is
     often cuDNN, and ahead of it or behind by nothing but chance.)
-    Sessions from before the last rung that this GPU has measured take no part, nor do edited copies of a stage.
+    Sessions that timed neither the last rung that this GPU has measured nor its parent take no part, nor do edited
+    copies of a stage: the last rung need not be timed anew at every problem.
     """
     session_of, rows = sessions(gpu, data), store.records(gpu, Measurement, data)
     off_ladder = {row.run for row in rows if is_off_ladder(row)}
@@ -189,8 +190,9 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
     second = {(row.run, row.problem, row.name): row for row in every if row.with_lse and row.status == "ok"}
     plain = [row for row in every if not row.with_lse]
     rungs = grouped((row for row in plain if row.name in registry.STAGES and row.samples), lambda row: row.name)
-    last_rung = next((rungs[stage] for stage in reversed(list(registry.STAGES)) if stage in rungs), plain)
-    newer = {session_of[row.run] for row in last_rung}
+    last = next((stage for stage in reversed([*registry.STAGES.values()]) if stage.id in rungs), None)
+    among = [row for name in (last.id, last.parent or "") for row in rungs.get(name, ())] if last else plain
+    newer = {session_of[row.run] for row in among}
     by_run: dict[Problem, dict[str, dict[str, Measurement]]] = {}
     for row in plain:
         asked = row.problem.inputs in inputs and not row.problem.features
