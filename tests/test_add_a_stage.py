@@ -45,13 +45,14 @@ import sys
 from pathlib import Path
 from flashlab.kernels import registry
 from flashlab.query.coverage import coverage
+from flashlab.query import select
 from flashlab.show import pages
 stage = registry.get(registry.resolve("99"))
 assert registry.faults(stage) == (), registry.faults(stage)
 assert list(registry.STAGES)[-1] == list(registry.CUDA_STAGES)[-1] == stage.id
 assert all(stage.id in one.missing for one in coverage("nvidia-none"))
 out = Path(sys.argv[1])
-pages._stage_page(pages.Output(root=out), stage, None, out)
+pages._stage_page(pages.Output(root=out), stage, select.load("nvidia-none", out), out)
 assert (out / "snippets" / "stages" / f"{stage.id}.md").is_file()
 """
     ran = _run(checkout, "-c", code, str(checkout / "out"))

@@ -169,7 +169,7 @@ def test_ratios_over_the_libraries_begin_with_how_many_are_above_one() -> None:
     first, second = text.splitlines()
     assert first == (
         "In bursts the best stage is faster than the best library at 1 of 2 problems: ratios lie between "
-        f"×0.900 ({causal.label}, over FlashAttention-4) and ×1.20 ({FIRST.label}, over FlashAttention-4)."
+        f"×0.900 ({causal.label}, over FlashAttention-3) and ×1.20 ({FIRST.label}, over FlashAttention-3)."
     )
     assert second.startswith("Under sustained load the best stage is faster than the best library at 1 of 1 problems")
     assert tables.against([]) == ""

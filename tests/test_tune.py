@@ -19,7 +19,7 @@ from shared import tiers
 from flashlab.build import compiler
 from flashlab.core.errors import CompileError, FlashlabError, NoDataError, ParameterError
 from flashlab.core.paths import DATA, ROOT
-from flashlab.core.problem import AS_IN_A_MODEL, DTYPES, MASKS, Cache, Problem, suite
+from flashlab.core.problem import AS_IN_A_MODEL, MASKS, Cache, Problem, suite
 from flashlab.kernels import registry
 from flashlab.measure import tune, tuned
 from flashlab.measure.options import Options, Plan
@@ -289,11 +289,9 @@ def test_the_committed_table_fits_the_stages_and_compiles(slug: str | None, whol
     assert not refused
 
 
-_FEW_TILES = {Problem.parse("8x16x512x128", dtype=dtype) for dtype in DTYPES}
-_ONE_HEAD = {Problem.parse("1x32x1x1x8192x128")}
-SLOWER = {"nvidia-h200": _FEW_TILES, "nvidia-h100-80gb-hbm3": _ONE_HEAD}
-"""Where torch's SDPA wins, by 1 to 3 %: 3.9 work tiles of 128 rows for each SM; and, by 4 %, one K/V head, whose keys a
-cluster of 16 blocks shares. An H100's newest runs of the former are no tunings."""
+SLOWER = {"nvidia-h100-80gb-hbm3": {Problem.parse("1x32x1x1x8192x128")}}
+"""Where torch's SDPA wins, by 4 %: one K/V head, whose keys a cluster of 16 blocks shares. Where another GPU's table
+decides, because this one has not timed the stage, nothing is held against the library."""
 
 
 @pytest.mark.parametrize("slug", GPUS)
