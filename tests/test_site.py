@@ -23,6 +23,7 @@ from flashlab.core.paths import NOTEBOOKS, ROOT, SITE
 from flashlab.core.problem import FIRST_SHAPE, Problem, suite
 from flashlab.experiments import effects, levers
 from flashlab.experiments.effects import LEVER_NOT_MEASURED
+from flashlab.kernels import registry
 from flashlab.kernels.registry import STAGES
 from flashlab.query import contests, select
 from flashlab.query.rows import headline
@@ -33,6 +34,7 @@ from flashlab.show import pages as content
 from flashlab.show import site, tables
 from flashlab.show.notebook import NOTHING_YET
 
+LAST = next(reversed(registry.CUDA_STAGES))
 SECTIONS = ("Question", "Result", "Change", "Why", "Prediction", "Next", "Every measurement", "The code")
 
 
@@ -80,10 +82,10 @@ def test_the_front_holds_the_stages_against_the_library_that_lacks_the_first_typ
     path = tmp_path / "data" / "nvidia-h200" / "runs" / f"{RUN}.jsonl"
     path.parent.mkdir(parents=True)
     for row in (
-        timed("16_ones_column", half, 100.0),
+        timed(LAST, half, 100.0),
         timed("sdpa_cudnn", half, 130.0),
         unfit,
-        timed("16_ones_column", other, 100.0),
+        timed(LAST, other, 100.0),
         timed("fa3", other, 120.0),
     ):
         store.append(path, row)
@@ -96,7 +98,7 @@ def test_the_front_holds_the_stages_against_the_library_that_lacks_the_first_typ
     assert "FlashAttention-3: the wheel (fa3-fwd) lacks float16" in text
     assert "B16 H16 S2048 D64 full float16, on normally distributed inputs of unit scale" in text
     finding = (out.root / "snippets" / "front-finding.md").read_text(encoding="utf-8")
-    assert "[`16_ones_column`](stages/16_ones_column.md), the version that flashlab runs by default" in finding
+    assert f"[`{LAST}`](stages/{LAST}.md), the version that flashlab runs by default" in finding
     assert "**1.30 times** the rate of cuDNN" in finding
     assert "at B16 H16 S2048 D64 full float16, on normally distributed inputs of unit scale" in finding
     assert "On no problem on record" in (out.root / "snippets" / "losses.md").read_text(encoding="utf-8")
@@ -117,8 +119,29 @@ def test_the_front_says_where_a_library_is_faster(tmp_path: Path) -> None:
     snippets = out.root / "snippets"
     assert "A library is faster at 1 of the 2 problems compared" in (snippets / "front-finding.md").read_text("utf-8")
     assert "| B16 H16 S2048 D64 causal float16 | ×0.800 |" in (snippets / "losses.md").read_text("utf-8")
+    finding = (snippets / "front-finding.md").read_text("utf-8")
+    assert "the newest version that was timed there" in finding, "a call takes a newer one"
     cards = (snippets / "front-numbers.md").read_text("utf-8")
     assert cards.index("worst of 2 comparisons") < cards.index("best of 2 on normal and trained inputs")
+
+
+def test_a_stage_that_this_gpu_has_not_timed_shows_what_another_one_has(tmp_path: Path) -> None:
+    """And says whose that is; a new rung is not without numbers until the main GPU is there."""
+    here, there = "nvidia-h200", "nvidia-h100-80gb-hbm3"
+    for gpu, name, run in ((here, "00_naive", RUN), (there, LAST, "20260103T030000Z-0123abc")):
+        folder = tmp_path / gpu / "runs"
+        folder.mkdir(parents=True)
+        row = measurement(name, Problem.parse(FIRST_SHAPE), run=run)
+        hardware = row.gpu.model_copy(update={"slug": gpu, "name": gpu.upper()})
+        store.append(folder / f"{run}.jsonl", row.model_copy(update={"gpu": hardware}))
+    shown = select.load(here, tmp_path)
+    assert select.with_stage(shown, "00_naive", tmp_path) is shown
+    assert select.with_stage(shown, "05_wmma", tmp_path) is shown
+    out = content.Output(root=tmp_path / "generated")
+    content._stage_page(out, STAGES[LAST], shown, tmp_path)
+    text = (out.root / "snippets" / "stages" / f"{LAST}.md").read_text(encoding="utf-8")
+    assert f"on one {there.upper()}" in text
+    assert there in text
 
 
 def test_what_another_session_timed_says_so(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, TypeVar
@@ -668,6 +669,12 @@ def emulated_checks(gpu: str, data: Path = DATA) -> Comparisons:
 def load_all(data: Path = DATA) -> tuple[Results, ...]:
     """Every GPU with data, the main one first: what a page shows where no GPU is named."""
     return tuple(load(gpu, data) for gpu in store.gpus(data))
+
+
+def with_stage(shown: Results, stage_id: str, data: Path = DATA) -> Results:
+    """What is shown, or, where no row of it is of the stage, what is shown of the first GPU that has timed it."""
+    others = (load(gpu, data) for gpu in store.gpus(data) if gpu != shown.gpu)
+    return next((one for one in chain((shown,), others) if any(row.name == stage_id for row in one.rows())), shown)
 
 
 def clocks(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> str:

@@ -129,7 +129,8 @@ def write(out: Output, shown: Results, data: Path) -> None:
     """Everything the journey takes in, a file a rung with the sections `heading`, `lines`, `score` and `links`."""
     out.snippet("journey/conditions.md", out.rendered("conditions.md", PAGE, shown=shown))
     for stage_id in RUNGS:
-        facts = _rung(shown, registry.get(stage_id))
+        of = select.with_stage(shown, stage_id, data)
+        facts = _rung(of, registry.get(stage_id)) | {"elsewhere": of.name if of.gpu != shown.gpu else ""}
         out.snippet(f"journey/{stage_id}.md", out.rendered("rung.md", PAGE, **facts))
     for name, draw in drawings.DRAWINGS.items():
         out.snippet(f"journey/drawing-{name}.md", out.chart(draw(), PAGE))

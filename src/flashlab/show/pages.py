@@ -366,6 +366,7 @@ def _front_page(out: Output, shown: Results, data: Path) -> None:
     where = f"Rates, and ratios over one library, are those at {shown.first.label}, {select.on_inputs([shown.first])}."
     out.snippet("front-numbers.md", f'<dl class="numbers">{items}</dl>\n\n{where}\n')
     said = {"row": stage, "share": share, "contest": contest, "lost": sum(one.ratio < 1 for one in bursts.values())}
+    said["by_default"] = stage is not None and _by_default(stage)
     out.snippet("front-finding.md", out.rendered("front.md", "index.md", shown=shown, compared=len(bursts), **said))
     out.snippet("losses.md", _losses(bursts))
 
@@ -423,6 +424,11 @@ def _about(out: Output) -> None:
     out.snippet("about.md", " · ".join(links))
 
 
+def _by_default(row: Measurement) -> bool:
+    """Whether a call takes this stage, and not one that the GPU has not timed."""
+    return registry.best(row.problem, registry.arch_for(row.gpu.compute_capability)).id == row.name
+
+
 def _front_cards(
     shown: Results,
     stage: Measurement | None,
@@ -434,7 +440,8 @@ def _front_cards(
     rows, rate = shown.rows(), select.rate(stage)
     if stage is None or rate is None:
         return []
-    cards = [(f"{number(rate)} TFLOP/s", f"the default version, {stage.name}")]
+    which = "the default version" if _by_default(stage) else "the newest version timed"
+    cards = [(f"{number(rate)} TFLOP/s", f"{which}, {stage.name}")]
     foot = next(row for row in rows if row.kind == "stage" and select.rate(row))
     if foot is not stage:
         late = ", timed in another session" if foot in select.elsewhere(rows) else ""
@@ -532,6 +539,7 @@ def _needs(stage: Stage, parent: tuple[str, str | None]) -> str:
 
 
 def _stage_page(out: Output, stage: Stage, shown: Results, data: Path) -> None:
+    shown = select.with_stage(shown, stage.id, data)
     page, diff = f"stages/{stage.id}.md", diff_against_parent(stage)
     changes = [line[0] for line in diff.splitlines()[2:] if line.startswith(("+", "-"))]
     parent = f"[{code(stage.parent)}]({stage.parent}.md)" if stage.parent else "none: the foot of the ladder"
