@@ -120,7 +120,8 @@ def test_the_front_says_where_a_library_is_faster(tmp_path: Path) -> None:
     assert "A library is faster at 1 of the 2 problems compared" in (snippets / "front-finding.md").read_text("utf-8")
     assert "| B16 H16 S2048 D64 causal float16 | ×0.800 |" in (snippets / "losses.md").read_text("utf-8")
     finding = (snippets / "front-finding.md").read_text("utf-8")
-    assert "the newest version that was timed there" in finding, "a call takes a newer one"
+    assert "the newest version that was timed there" in finding
+    assert f"By default flashlab runs [`{LAST}`](stages/{LAST}.md), which that GPU has not timed yet." in finding
     cards = (snippets / "front-numbers.md").read_text("utf-8")
     assert cards.index("worst of 2 comparisons") < cards.index("best of 2 on normal and trained inputs")
 

@@ -365,9 +365,12 @@ def _front_page(out: Output, shown: Results, data: Path) -> None:
     items = "".join(f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>" for value, label in cards)
     where = f"Rates, and ratios over one library, are those at {shown.first.label}, {select.on_inputs([shown.first])}."
     out.snippet("front-numbers.md", f'<dl class="numbers">{items}</dl>\n\n{where}\n')
+    default = _default(stage) if stage else ""
     said = {"row": stage, "share": share, "contest": contest, "lost": sum(one.ratio < 1 for one in bursts.values())}
-    said["by_default"] = stage is not None and _by_default(stage)
-    out.snippet("front-finding.md", out.rendered("front.md", "index.md", shown=shown, compared=len(bursts), **said))
+    out.snippet(
+        "front-finding.md",
+        out.rendered("front.md", "index.md", shown=shown, compared=len(bursts), default=default, **said),
+    )
     out.snippet("losses.md", _losses(bursts))
 
 
@@ -424,9 +427,9 @@ def _about(out: Output) -> None:
     out.snippet("about.md", " · ".join(links))
 
 
-def _by_default(row: Measurement) -> bool:
-    """Whether a call takes this stage, and not one that the GPU has not timed."""
-    return registry.best(row.problem, registry.arch_for(row.gpu.compute_capability)).id == row.name
+def _default(row: Measurement) -> str:
+    """The stage that stands for flashlab where this row is from: the last rung, timed there or not."""
+    return registry.best(row.problem, registry.arch_for(row.gpu.compute_capability)).id
 
 
 def _front_cards(
@@ -440,7 +443,7 @@ def _front_cards(
     rows, rate = shown.rows(), select.rate(stage)
     if stage is None or rate is None:
         return []
-    which = "the default version" if _by_default(stage) else "the newest version timed"
+    which = "the default version" if _default(stage) == stage.name else "the newest version timed"
     cards = [(f"{number(rate)} TFLOP/s", f"{which}, {stage.name}")]
     foot = next(row for row in rows if row.kind == "stage" and select.rate(row))
     if foot is not stage:
