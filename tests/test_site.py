@@ -142,6 +142,7 @@ def test_a_stage_that_this_gpu_has_not_timed_shows_what_another_one_has(tmp_path
     content._stage_page(out, STAGES[LAST], shown, tmp_path)
     text = (out.root / "snippets" / "stages" / f"{LAST}.md").read_text(encoding="utf-8")
     assert f"on one {there.upper()}" in text
+    assert "was written about" not in text, "what follows is about the GPU that timed it"
     assert there in text
 
 

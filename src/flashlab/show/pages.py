@@ -542,7 +542,8 @@ def _needs(stage: Stage, parent: tuple[str, str | None]) -> str:
 
 
 def _stage_page(out: Output, stage: Stage, shown: Results, data: Path) -> None:
-    shown = select.with_stage(shown, stage.id, data)
+    written_elsewhere = _elsewhere(shown, "What follows")
+    shown = select.with_stage(shown, stage.id, data)  # where that is another GPU, the page was written about it
     page, diff = f"stages/{stage.id}.md", diff_against_parent(stage)
     changes = [line[0] for line in diff.splitlines()[2:] if line.startswith(("+", "-"))]
     parent = f"[{code(stage.parent)}]({stage.parent}.md)" if stage.parent else "none: the foot of the ladder"
@@ -552,7 +553,7 @@ def _stage_page(out: Output, stage: Stage, shown: Results, data: Path) -> None:
         **{"stage": stage, "shown": shown, "needs": _needs(stage, ("Parent", parent))},
         **{"diff": diff, "added": changes.count("+"), "removed": changes.count("-")},
         scored=predictions.scores(shown, [stage]) if shown else [],
-        written_elsewhere=_elsewhere(shown, "What follows"),
+        written_elsewhere=written_elsewhere,
         **_measured(out, stage, shown, data),
     )
     out.snippet(page, text)
