@@ -200,9 +200,12 @@ def test_any_finite_scale(stage: Stage, scale: float) -> None:
     [pytest.param(one, id=one.id, marks=() if one is LATE[-1] else pytest.mark.exhaustive) for one in LATE],
 )
 @pytest.mark.parametrize("mask", ["full", "causal"])
-def test_heads_that_fill_no_section_are_worked_on_too(stage: Stage, mask: Mask) -> None:
-    """Two heads' K and V fit into the share of L2; the third is left over, with two work tiles of its own."""
-    problem = Problem(batch=1, q_heads=3, kv_heads=3, q_len=200, kv_len=2000, head_dim=64, mask=mask)
+@pytest.mark.parametrize(("heads", "q_len"), [(3, 200), (6, 60)])
+def test_heads_that_fill_no_section_are_worked_on_too(stage: Stage, mask: Mask, heads: int, q_len: int) -> None:
+    """Two heads' K and V fit into the share of L2. Of three heads one is left over, with two work tiles of its own; of
+    six with one work tile each, the last section has three, one for every block, and of those before it one is left
+    over."""
+    problem = Problem(batch=1, q_heads=heads, kv_heads=heads, q_len=q_len, kv_len=2000, head_dim=64, mask=mask)
     q, k, v = make_inputs(problem)
     found = emulate(q, k, v, causal=mask == "causal", stage=stage.id, params={"L2_SHARE_MB": 1})
     assert check(found.out, found.lse, q, k, v, causal=mask == "causal", dtype="float16").reason == ""

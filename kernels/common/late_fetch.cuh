@@ -15,6 +15,10 @@ constexpr int Q_BUFFERS = HEAD_DIM > 128 ? 1 : Q_STAGES;
 #ifndef KNOWN_EARLY
 #define KNOWN_EARLY (Q_BUFFERS == 1)
 #endif
+// 1: the last section of heads has at least one work tile for every block (TileScheduler). A stage may define it.
+#ifndef LAST_SECTION_FILLS
+#define LAST_SECTION_FILLS 0
+#endif
 constexpr int TAKE_AHEAD = 2;              // a work tile is taken when so many K/V tiles of the one before are left to fetch
 constexpr long long L2_SHARE_BYTES = static_cast<long long>(L2_SHARE_MB) << 20;
 
@@ -40,7 +44,8 @@ __device__ __forceinline__ int Q_buffer(int count) { return Q_BUFFERS == 1 ? 0 :
 #if !VARLEN
 // The tile scheduler: work tiles from an atomic counter, of as many heads at once as have room for their K and V in a share of the L2
 // cache. Of these heads the longest work tiles come first, so that the last to end are short: causal, the last rows', which see most
-// keys; non-causal, the first rows', because a head's last tile may have fewer rows.
+// keys; non-causal, the first rows', because a head's last tile may have fewer rows. The last of these sections decides how evenly
+// blocks end: with fewer work tiles than blocks, some of the longest would be among the last.
 template <int TILE_ROWS>
 class TileScheduler {
  public:
@@ -49,6 +54,10 @@ class TileScheduler {
       : num_q_tiles((p.q_len + TILE_ROWS - 1) / TILE_ROWS), num_heads(p.q_heads * p.batch) {
     const long long head_bytes = 2ll * p.kv_len * HEAD_DIM * sizeof(element) * p.kv_heads / p.q_heads;
     section = static_cast<int>(max(1ll, min(static_cast<long long>(num_heads), L2_SHARE_BYTES / max(1ll, head_bytes))));
+    if constexpr (LAST_SECTION_FILLS) {
+      const int heads_for_all = (static_cast<int>(gridDim.x) + num_q_tiles - 1) / num_q_tiles;
+      num_before = num_heads - min(num_heads, max(section, heads_for_all));
+    }
   }
 
   // A block's first work tile is given, the others come from the counter.
@@ -56,10 +65,16 @@ class TileScheduler {
     const int index = first ? blockIdx.x : gridDim.x + atomicAdd(&p.work[0], 1u);
     if (index >= num_q_tiles * num_heads) return {0, 0, 0, NO_MORE};
     // Heads that are left over come first: as the last section, their longest work tiles would be the last to end.
-    const int left_over = num_heads % section;
+    const int left_over = (LAST_SECTION_FILLS ? num_before : num_heads) % section;
     const int in_sections = index - left_over * num_q_tiles;
-    const int first_head = in_sections < 0 ? 0 : left_over + in_sections / (section * num_q_tiles) * section;
-    const int section_heads = in_sections < 0 ? left_over : section;
+    int first_head = in_sections < 0 ? 0 : left_over + in_sections / (section * num_q_tiles) * section;
+    int section_heads = in_sections < 0 ? left_over : section;
+    if constexpr (LAST_SECTION_FILLS) {
+      if (first_head >= num_before) {
+        first_head = num_before;
+        section_heads = num_heads - num_before;
+      }
+    }
     const int section_index = index - first_head * num_q_tiles;
     const int round = section_index / section_heads;
     const int first_q_row = (CAUSAL ? num_q_tiles - 1 - round : round) * TILE_ROWS;
@@ -71,7 +86,8 @@ class TileScheduler {
  private:
   int num_q_tiles;
   int num_heads;
-  int section;   // heads worked on at the same time
+  int section;      // heads worked on at the same time
+  int num_before;   // heads before the last section, where that has a size of its own
 };
 #else
 // The tile scheduler of sequences of lengths of their own: one after the other in their order, of each a head after the other, of that
