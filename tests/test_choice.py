@@ -468,6 +468,9 @@ def test_explain_says_in_what_the_nearest_problem_is_near(data: Path) -> None:
         "Nearest problem on record: B1 H8 S512 D64 full float16 (same kv_len, q_len, GQA ratio, mask; 2 times the work "
         "tiles, another type), where 11_pingpong took 6.7 µs"
     )
+    alike = as_json(data, "2x4x512x64")
+    assert not alike["on_record"], "as much work is not the same problem"
+    assert alike["reason"].startswith("Nearest problem on record: B1 H8 S512 D64")
 
 
 @pytest.mark.usefixtures("without_gpu")

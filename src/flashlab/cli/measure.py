@@ -276,7 +276,7 @@ def tuned(*, gpu: opt.Gpu = None, data: opt.Data = DATA, as_json: opt.Json = Fal
     rows = [
         {
             **held.problem.flat(),
-            **explain.flat(held.choice),
+            **explain.flat(held.problem, held.choice),
             "run": held.run or None,
             "measured_us": held.time_us,
             "sdpa_us": held.peer_us,
