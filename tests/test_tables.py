@@ -13,6 +13,7 @@ from synthetic import RUN, checks_header, measurement, profile, write_synthetic
 
 from flashlab.build.symbols import Frame
 from flashlab.core.errors import NoDataError
+from flashlab.core.inputs import KINDS
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import registry
 from flashlab.query import predictions, roofline, select
@@ -228,7 +229,14 @@ def test_errors_by_kind_are_multiples_of_the_references() -> None:
         of("zeros", stage=(0.0, 0.0), fa4=(0.0, 0.0)),
         replace(of("zeros", stage=(3e-5, 1e-4), fa4=(2e-5, 2e-4)), problem=_on("zeros", mask="causal")),
     ]
-    table, _, whole = tables.accuracy(found).partition("???")
+    missed, _, rest = tables.accuracy(found).partition("\n\n")
+    assert missed == (
+        "The aim of `05_wmma` was at most 1.1 times the reference's RMS error and 1.25 times its largest, on each kind "
+        f"of inputs; 3 of {len(KINDS)} kinds are on record. Missed in float16 on `one_hot` (RMS and largest) and "
+        "`zeros` (RMS)."
+    )
+    assert "met on these" in tables.accuracy([found[0], of("zeros", stage=(0.0, 0.0), fa4=(0.0, 0.0))])
+    table, _, whole = rest.partition("???")
     assert table.splitlines()[0] == (
         "| float16: error over that of FlashAttention-4, RMS · largest | `05_wmma` | FlashAttention-4 |"
     )

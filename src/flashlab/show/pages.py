@@ -502,7 +502,31 @@ def _against_features(shown: Results, _: Path) -> str:
 
 def _accuracy(shown: Results, data: Path) -> str:
     errors = contests.accuracy(shown.gpu, data)
-    return f"{tables.accuracy(errors)}\n{_from_runs(shown, (one.run for one in errors))}"
+    text = f"{tables.accuracy(errors)}\n{_not_checked(shown, errors, data)}"
+    return f"{text}{_from_runs(shown, (one.run for one in errors))}"
+
+
+def _not_checked(shown: Results, errors: Sequence[contests.Accuracy], data: Path) -> str:
+    """Of the last rung, where this GPU did not check it: another one's errors over those of its parent here."""
+    last = list(registry.STAGES.values())[-1]
+    parent, here = last.parent or "", {one.problem: one.errors for one in errors}
+    if any(last.id in of for of in here.values()):
+        return ""
+    for gpu in store.gpus(data):
+        pairs = [
+            pair
+            for one in contests.accuracy(gpu, data)
+            if one.problem.inputs != TRAINED and last.id in one.errors and parent in here.get(one.problem, {})
+            for pair in zip(one.errors[last.id], here[one.problem][parent], strict=True)
+        ]
+        ratios = [1.0 if ours == its else ours / its for ours, its in pairs if its or ours == its]
+        if ratios:
+            return (
+                f"{code(last.id)} was not checked so on the {shown.name}. At {len(pairs) // 2} problems with the same "
+                f"inputs {gpu} has checked it: its errors over those of {code(parent)} here lie between "
+                f"{times(min(ratios))} and {times(max(ratios))}.\n\n"
+            )
+    return ""
 
 
 def _from_runs(shown: Results, runs: Iterable[str]) -> str:
