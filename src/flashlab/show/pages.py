@@ -47,6 +47,7 @@ from flashlab.query.rows import grouped
 from flashlab.query.select import Results
 from flashlab.record import schema, store
 from flashlab.record.schema import Measurement
+from flashlab.run import choice
 from flashlab.show import charts, explorer, journey, machine_code, tables
 from flashlab.show.charts import LAYOUTS, MIME, THEMES, Chart
 from flashlab.show.notebook import NOTHING_YET
@@ -361,16 +362,16 @@ def _front_page(out: Output, shown: Results, data: Path) -> None:
     contest = bursts.get(shown.first)
     if contest and (stage is None or contest.stage.name != stage.name):
         contest = None
-    cards = [*_front_cards(shown, stage, peer, bursts, contest), *_extremes(bursts)]
+    default = _default(stage, data) if stage else ""
+    cards = [*_front_cards(shown, stage, peer, bursts, contest, default), *_extremes(bursts)]
     items = "".join(f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>" for value, label in cards)
     where = f"Rates, and ratios over one library, are those at {shown.first.label}, {select.on_inputs([shown.first])}."
     out.snippet("front-numbers.md", f'<dl class="numbers">{items}</dl>\n\n{where}\n')
-    default = _default(stage) if stage else ""
-    said = {"row": stage, "share": share, "contest": contest, "lost": sum(one.ratio < 1 for one in bursts.values())}
-    out.snippet(
-        "front-finding.md",
-        out.rendered("front.md", "index.md", shown=shown, compared=len(bursts), default=default, **said),
-    )
+    said: dict[str, Any] = {"row": stage, "share": share, "contest": contest, "default": default}
+    said["default_timed"] = any(row.name == default and select.rate(row) for row in rows)
+    said["lost"] = sum(one.ratio < 1 for one in bursts.values())
+    finding = out.rendered("front.md", "index.md", shown=shown, compared=len(bursts), **said)
+    out.snippet("front-finding.md", finding)
     out.snippet("losses.md", _losses(bursts))
 
 
@@ -427,9 +428,11 @@ def _about(out: Output) -> None:
     out.snippet("about.md", " · ".join(links))
 
 
-def _default(row: Measurement) -> str:
-    """The stage that stands for flashlab where this row is from: the last rung, timed there or not."""
-    return registry.best(row.problem, registry.arch_for(row.gpu.compute_capability)).id
+def _default(row: Measurement, data: Path) -> str:
+    """The stage that flashlab takes for a row's problem on its GPU, timed there or not."""
+    return choice.stage_for(
+        row.problem, row.gpu.slug, registry.arch_for(row.gpu.compute_capability), row.gpu.sm_count, data
+    ).id
 
 
 def _front_cards(
@@ -438,12 +441,13 @@ def _front_cards(
     peer: Measurement | None,
     bursts: Mapping[Problem, contests.Contest],
     contest: contests.Contest | None,
+    default: str,
 ) -> list[tuple[str, str]]:
     """The fastest stage: its rate, over the first stage and over the libraries, those of one run where there is one."""
     rows, rate = shown.rows(), select.rate(stage)
     if stage is None or rate is None:
         return []
-    which = "the default version" if _default(stage) == stage.name else "the newest version timed"
+    which = "the default version" if default == stage.name else "the newest version timed"
     cards = [(f"{number(rate)} TFLOP/s", f"{which}, {stage.name}")]
     foot = next(row for row in rows if row.kind == "stage" and select.rate(row))
     if foot is not stage:
