@@ -150,7 +150,8 @@ def _on(kind: str, shape: str = FIRST_SHAPE, **what: str) -> Problem:
 
 def _lines(table: str) -> dict[str, list[str]]:
     """Cells of a table's rows, by the first."""
-    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.strip().splitlines()[2:]]
+    lines = [line for line in table.splitlines() if line.startswith("|")][2:]
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
     return {row[0]: row[1:] for row in rows}
 
 
@@ -214,6 +215,12 @@ def test_ratios_by_kind_begin_with_the_worst_and_have_trained_beside_normal() ->
         "`normal`": [*["–"] * 3, "×1.05", *["–"] * 4],
         "`rising`": [*["–"] * 3, "×1.20", *["–"] * 4],
     }
+    assert table.endswith(f"\nEvery ratio is of `{layers.stage.name}`.\n")
+    newer = replace(layers, stage=layers.stage.model_copy(update={"name": "17_around_the_loop"}))
+    assert tables.against_inputs([*found, replace(_faced(_on("steps"), 1.0), burst=newer)]).endswith(
+        f"\n6 ratios are of `{layers.stage.name}`, and 1 is of `17_around_the_loop`, on `steps`: a difference "
+        "between two kinds may be one between the stages.\n"
+    )
     with pytest.raises(NoDataError, match="flashlab bench --suite inputs"):
         tables.against_inputs(found[:2])
 

@@ -517,7 +517,25 @@ def against_inputs(found: Iterable[contests.AgainstPeers], regime: Regime = "bur
 
     first, *others = (label.split() for label in labels.values())
     common = [word for word in first if all(word in label for label in others)]
-    return table((Column(f"{' '.join(common)}, {regime}", code), *map(column, labels.values())), order)
+    rows = table((Column(f"{' '.join(common)}, {regime}", code), *map(column, labels.values())), order)
+    return f"{rows}\n{_stages_of(by_kind, order)}\n"
+
+
+def _stages_of(by_kind: Mapping[str, Mapping[str, contests.Contest]], order: Iterable[str]) -> str:
+    """Which stages the ratios are of: a difference between two kinds may be one between two stages."""
+    of_stage = grouped(
+        ((one.stage.name, kind) for kind in order for one in by_kind[kind].values()), lambda pair: pair[0]
+    )
+    most, *others = sorted(of_stage, key=lambda name: len(of_stage[name]), reverse=True)
+    if not others:
+        return f"Every ratio is of {code(most)}."
+
+    def said(name: str) -> str:
+        count, kinds = len(of_stage[name]), list(dict.fromkeys(code(kind) for _, kind in of_stage[name]))
+        return f"{count} {'is' if count == 1 else 'are'} of {code(name)}, on {_listed(kinds)}"
+
+    counted = f"{len(of_stage[most])} ratios are of {code(most)}, and {', and '.join(map(said, others))}"
+    return f"{counted}: a difference between two kinds may be one between the stages."
 
 
 FEATURED = (
