@@ -100,7 +100,7 @@ def test_a_gpu_goes_through_every_layout_and_hostile_inputs_by_default() -> None
     assert len(set(problems)) == len(problems)
     assert {(p.batch, p.q_heads, p.kv_heads) for p, layout in problems if layout in cases.LAYOUTS} == {(2, 4, 2)}
     assert sum(p.inputs == "normal" for p, _ in problems) == 8 * len(HOSTILE) * len(cases.LAYOUTS)
-    assert {p.inputs for p, _ in problems} == {"normal", *HOSTILE_INPUTS}
+    assert {p.inputs for p, _ in problems} == {"normal", *HOSTILE_INPUTS, "hostile_end"}
     assert {layout for _, layout in problems} == {*cases.LAYOUTS, *cases.FAR_LAYOUTS}
 
 

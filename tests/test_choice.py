@@ -243,6 +243,16 @@ def test_an_unknown_gpu_gets_its_nearest_kins_choice(data: Path) -> None:
     assert ranking.choices[0].parameters["NUM_CONSUMERS"] == 1
 
 
+def test_an_unknown_gpu_gets_the_tunables_that_its_kin_borrows(data: Path) -> None:
+    """The kin's time, which a stage is chosen by, may be of tunables that were lent to the kin."""
+    timed = row(PINGPONG, SMALL, 6.8, variants=0, tile_q=64, NUM_CONSUMERS=1)
+    written(data, [timed, row(SWIZZLE, SMALL, 11.0, tile_q=128)], slug="nvidia-h100")
+    for slug in ("nvidia-h100", "nvidia-a-stranger"):
+        taken = first(SMALL, data, slug)
+        assert (taken.stage, taken.row, taken.tuned_on) == (PINGPONG, timed, ROWS[3])
+        assert tuned.parameters(PINGPONG, slug, SMALL, arch=ARCH, data=data) == timed.parameters
+
+
 def test_a_stage_that_a_gpu_never_timed_wins_where_its_kin_takes_it(data: Path) -> None:
     written(data, [row(PINGPONG, LARGE, 600.0), row(SWIZZLE, SMALL, 5.0, tile_q=128)], slug="nvidia-h100-pcie")
     taken = first(LARGE, data, "nvidia-h100-pcie")
@@ -323,7 +333,7 @@ def test_a_problem_left_out_of_the_committed_table_gets_nearly_the_best() -> Non
         if len(there) < 4:
             continue
         rest = replace(found, rows=tuple(one for one in found.rows if one.problem != problem))
-        choice = next(one for one in tuned._choices(problem, rest, ARCH, SMS) if one.stage.id in there)
+        choice = next(one for one in tuned._choices(problem, rest, ARCH, SMS, (rest,)) if one.stage.id in there)
         lost.append(math.log(there[choice.stage.id] / min(there.values())))
         wrong.append(abs(math.log(choice.time_us / there[choice.stage.id])))
     assert len(lost) > 10
@@ -333,7 +343,7 @@ def test_a_problem_left_out_of_the_committed_table_gets_nearly_the_best() -> Non
 
 
 def plainly(
-    problem: Problem, found: tuned.Table, kin: tuned.Table | None, arch: str, sm_count: int
+    problem: Problem, found: tuned.Table, lenders: Sequence[tuned.Table], arch: str, sm_count: int
 ) -> list[tuple[Any, ...]]:
     """The three steps as the module says them, row by row."""
     sms = found.sm_count / sm_count
@@ -347,18 +357,19 @@ def plainly(
 
     choices = []
     for stage in (*registry.CUDA_STAGES.values(), *registry.DECODE.values()):
-        rows, lent = (
-            [
+        by_table = {
+            of.gpu: [
                 row
-                for row in (of.rows if of else ())
+                for row in of.rows
                 if (row.stage, row.problem.head_dim) == (stage.id, problem.head_dim)
                 and row.parameters.keys() == stage.params.keys()
             ]
-            for of in (found, kin)
-        )
+            for of in (found, *lenders)
+        }
+        rows = by_table[found.gpu]
         if stage.by_name_only or stage.why_not(problem, arch) or not rows:
             continue
-        tried = [row for row in (*rows, *lent) if row.variants and found.arch == arch]
+        tried = [row for of in lenders for row in by_table[of.gpu] if row.variants and of.arch == arch]
         tuned_on = min(tried, key=distance, default=None)
         values = stage.parameters(problem.head_dim, tuned_on.parameters if tuned_on else None)
         rows.sort(key=lambda row: row.run, reverse=True)
@@ -374,8 +385,7 @@ def plainly(
 
 @tiers
 def test_the_choice_is_what_the_three_steps_say_of_any_problem(whole: bool) -> None:
-    found, kin, rng = tuned.table(H200), tuned._kin(H200, ARCH, SMS, DATA), random.Random(0)
-    assert found is not None
+    tables, rng = tuned._tables(H200, ARCH, SMS, DATA), random.Random(0)
     compared = 0
     for _ in range(1500 if whole else 400):
         kv_heads, q_len, kv_len = (
@@ -397,12 +407,13 @@ def test_the_choice_is_what_the_three_steps_say_of_any_problem(whole: bool) -> N
         )
         arch, sm_count = rng.choice(((ARCH, SMS), (ARCH, 114), ("sm_80", 108)))
         table, choices = tuned.rank(problem, H200, arch, sm_count)
+        assert table is not None
         # Where a stage has no records here, the kin's table may decide, which borrows from nobody.
-        of = (table, None) if table is not None and table is kin else (found, kin)
-        assert list(map(tuple, choices)) == plainly(problem, *of, arch, sm_count), problem.label
+        lenders = tables if table is tables[0] else tables[1:2]
+        assert list(map(tuple, choices)) == plainly(problem, table, lenders, arch, sm_count), problem.label
         compared += len(choices)
         if choices:
-            one = choices[-1 if of[0] is found else 0]
+            one = choices[-1 if table is tables[0] else 0]
             stage, row = one.stage, one.tuned_on
             named = tuned.parameters(stage, H200, problem, arch=arch)
             assert named == (row.parameters if row and arch == ARCH else {})
@@ -457,6 +468,9 @@ def test_explain_says_in_what_the_nearest_problem_is_near(data: Path) -> None:
         "Nearest problem on record: B1 H8 S512 D64 full float16 (same kv_len, q_len, GQA ratio, mask; 2 times the work "
         "tiles, another type), where 11_pingpong took 6.7 µs"
     )
+    alike = as_json(data, "2x4x512x64")
+    assert not alike["on_record"], "as much work is not the same problem"
+    assert alike["reason"].startswith("Nearest problem on record: B1 H8 S512 D64")
 
 
 @pytest.mark.usefixtures("without_gpu")
@@ -499,6 +513,11 @@ def test_explain_says_whose_choice_an_unknown_gpu_gets(data: Path) -> None:
     assert (found["kin"], found["stage"], found["predicted_us"]) == (H200, "11_pingpong", 6.7)
     assert found["lent"].startswith("nvidia-h100-80gb-hbm3 has no table of choices, so its nearest kin, nvidia-h200")
     assert "device memory" in found["lent"]
+    written(data, [row(PERSISTENT, LARGE, 500.0)], slug="nvidia-h100-80gb-hbm3")
+    written(data, ROWS[3:4], slug=H200)
+    found = as_json(data, LARGE.shape, "--gpu", H200)
+    assert (found["kin"], found["stage"], found["predicted_us"]) == ("nvidia-h100-80gb-hbm3", "12_persistent", 500.0)
+    written(data, ROWS, slug=H200)
     stranger = as_json(data, "1x8x512x64", "--gpu", "nvidia-a100-sxm4-80gb", "--arch", "sm_80")
     assert (stranger["stage"], stranger["predicted_us"]) == ("08_swizzle", None)
     assert "no time is predicted" in stranger["lent"]

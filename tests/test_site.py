@@ -25,6 +25,7 @@ from flashlab.experiments import effects, levers
 from flashlab.experiments.effects import LEVER_NOT_MEASURED
 from flashlab.kernels import registry
 from flashlab.kernels.registry import STAGES
+from flashlab.measure import tuned
 from flashlab.query import contests, select
 from flashlab.query.rows import headline
 from flashlab.record import schema, store
@@ -98,7 +99,7 @@ def test_the_front_holds_the_stages_against_the_library_that_lacks_the_first_typ
     assert "FlashAttention-3: the wheel (fa3-fwd) lacks float16" in text
     assert "B16 H16 S2048 D64 full float16, on normally distributed inputs of unit scale" in text
     finding = (out.root / "snippets" / "front-finding.md").read_text(encoding="utf-8")
-    assert f"[`{LAST}`](stages/{LAST}.md), the version that flashlab runs by default" in finding
+    assert f"[`{LAST}`](stages/{LAST}.md), the version that flashlab runs there by default" in finding
     assert "**1.30 times** the rate of cuDNN" in finding
     assert "at B16 H16 S2048 D64 full float16, on normally distributed inputs of unit scale" in finding
     assert "On no problem on record" in (out.root / "snippets" / "losses.md").read_text(encoding="utf-8")
@@ -121,7 +122,21 @@ def test_the_front_says_where_a_library_is_faster(tmp_path: Path) -> None:
     assert "| B16 H16 S2048 D64 causal float16 | ×0.800 |" in (snippets / "losses.md").read_text("utf-8")
     finding = (snippets / "front-finding.md").read_text("utf-8")
     assert "the newest version that was timed there" in finding
-    assert f"By default flashlab runs [`{LAST}`](stages/{LAST}.md), which that GPU has not timed yet." in finding
+    assert f"There flashlab runs [`{LAST}`](stages/{LAST}.md) by default, which that GPU has not timed yet." in finding
+    # By the table of choices, where there is one.
+    stage, shape = registry.get("12_persistent"), problems[0]
+    chosen = schema.ChoiceRow(
+        stage=stage.id,
+        **{name: getattr(shape, name) for name in ("shape", "mask", "dtype")},
+        parameters=stage.parameters(shape.head_dim),
+        time_us=99.0,
+        tile_q=192,
+        variants=0,
+        run=RUN,
+    )
+    (path.parent.parent / "tuned.json").write_text(tuned.table_text("sm_90a", 132, [chosen]), encoding="utf-8")
+    content._front_page(out, select.load("nvidia-h200", tmp_path / "data"), tmp_path / "data")
+    assert "There flashlab runs [`12_persistent`]" in (snippets / "front-finding.md").read_text("utf-8")
     cards = (snippets / "front-numbers.md").read_text("utf-8")
     assert cards.index("worst of 2 comparisons") < cards.index("best of 2 on normal and trained inputs")
 
@@ -197,6 +212,18 @@ def test_ratios_and_errors_by_kind_are_the_records_and_say_where_they_are_from(t
     assert '??? abstract "Under sustained load"' in ratios
     for text in (ratios, errors):
         assert text.rstrip().endswith("2026-01-02 · commit 0123abc</small>")
+    assert "was not checked so on the" not in errors
+    # A newer rung that another GPU alone has checked, on the same inputs.
+    path = tmp_path / "data" / "nvidia-h100-80gb-hbm3" / "runs" / f"{RUN}.jsonl"
+    path.parent.mkdir(parents=True)
+    for row in rows:
+        name = {"16_ones_column": "17_around_the_loop"}.get(row.name, row.name)
+        store.append(path, measurement(name, row.problem))
+    content._inputs_and_errors(out, select.load("nvidia-h200", tmp_path / "data"), tmp_path / "data")
+    assert (
+        "`17_around_the_loop` was not checked so on the NVIDIA H200. At 2 problems with the same inputs "
+        "nvidia-h100-80gb-hbm3 has checked it: its errors over those of `16_ones_column` here lie between ×"
+    ) in (out.root / "snippets" / "accuracy.md").read_text(encoding="utf-8")
 
 
 def test_windows_and_soft_caps_stand_beside_the_same_run_without_them(tmp_path: Path) -> None:

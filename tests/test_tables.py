@@ -13,6 +13,7 @@ from synthetic import RUN, checks_header, measurement, profile, write_synthetic
 
 from flashlab.build.symbols import Frame
 from flashlab.core.errors import NoDataError
+from flashlab.core.inputs import KINDS
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import registry
 from flashlab.query import predictions, roofline, select
@@ -149,7 +150,8 @@ def _on(kind: str, shape: str = FIRST_SHAPE, **what: str) -> Problem:
 
 def _lines(table: str) -> dict[str, list[str]]:
     """Cells of a table's rows, by the first."""
-    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in table.strip().splitlines()[2:]]
+    lines = [line for line in table.splitlines() if line.startswith("|")][2:]
+    rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
     return {row[0]: row[1:] for row in rows}
 
 
@@ -213,6 +215,12 @@ def test_ratios_by_kind_begin_with_the_worst_and_have_trained_beside_normal() ->
         "`normal`": [*["–"] * 3, "×1.05", *["–"] * 4],
         "`rising`": [*["–"] * 3, "×1.20", *["–"] * 4],
     }
+    assert table.endswith(f"\nEvery ratio is of `{layers.stage.name}`.\n")
+    newer = replace(layers, stage=layers.stage.model_copy(update={"name": "17_around_the_loop"}))
+    assert tables.against_inputs([*found, replace(_faced(_on("steps"), 1.0), burst=newer)]).endswith(
+        f"\n6 ratios are of `{layers.stage.name}`, and 1 is of `17_around_the_loop`, on `steps`: a difference "
+        "between two kinds may be one between the stages.\n"
+    )
     with pytest.raises(NoDataError, match="flashlab bench --suite inputs"):
         tables.against_inputs(found[:2])
 
@@ -228,7 +236,14 @@ def test_errors_by_kind_are_multiples_of_the_references() -> None:
         of("zeros", stage=(0.0, 0.0), fa4=(0.0, 0.0)),
         replace(of("zeros", stage=(3e-5, 1e-4), fa4=(2e-5, 2e-4)), problem=_on("zeros", mask="causal")),
     ]
-    table, _, whole = tables.accuracy(found).partition("???")
+    missed, _, rest = tables.accuracy(found).partition("\n\n")
+    assert missed == (
+        "The aim of `05_wmma` was at most 1.1 times the reference's RMS error and 1.25 times its largest, on each kind "
+        f"of inputs; 3 of {len(KINDS)} kinds are on record. Missed in float16 on `one_hot` (RMS and largest) and "
+        "`zeros` (RMS)."
+    )
+    assert "met on these" in tables.accuracy([found[0], of("zeros", stage=(0.0, 0.0), fa4=(0.0, 0.0))])
+    table, _, whole = rest.partition("???")
     assert table.splitlines()[0] == (
         "| float16: error over that of FlashAttention-4, RMS · largest | `05_wmma` | FlashAttention-4 |"
     )

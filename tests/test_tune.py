@@ -332,8 +332,35 @@ def test_a_choice_is_held_against_the_library_in_one_process_alone(tmp_path: Pat
     assert (second.problem, second.ratio, second.run) == (other, None, ""), "two processes are no comparison"
     shown = tuning.choices_table([first, second])
     assert "| 0.90 |" in shown
-    assert "not in one process" in shown
+    assert "| 11.0 | – | – | not in one process |" in shown
+    assert shown.startswith("SDPA is faster at 1 of the 1 problems where one run timed both. At 1 none did")
+    lent = tuning.choices_table([replace(second, lender="nvidia-h100")])
+    assert re.search(r"\| – \| – \| – \| .*not timed here: chosen by the records of nvidia-h100<", lent)
     assert "sdpa" not in tuning.trials_table(tuning.by_key("nvidia-h200", tmp_path)), "a library is no variant"
+
+
+def test_a_choice_by_another_gpus_records_names_that_gpu(tmp_path: Path) -> None:
+    beside, kin = tmp_path / "nvidia-h200" / "tuning", tmp_path / "nvidia-h100-80gb-hbm3"
+    beside.mkdir(parents=True)
+    for row in (record({}, 9.0, stage="sdpa"), record(STAGE.parameters(64), 12.0)):
+        store.append(beside / f"{row.run}.jsonl", row)
+    tuned.write_table("nvidia-h200", tmp_path)
+    (own,) = tuned.held_against("nvidia-h200", data=tmp_path)
+    assert (own.choice.stage, own.lender) == (STAGE, "")
+    kin.mkdir()
+    better = registry.get("11_pingpong")
+    row = schema.ChoiceRow(
+        stage=better.id,
+        **{name: getattr(PROBLEM, name) for name in ("shape", "mask", "dtype")},
+        parameters=better.parameters(64),
+        time_us=6.0,
+        tile_q=192,
+        variants=4,
+        run=synthetic.RUN,
+    )
+    choice.path_of(kin.name, tmp_path).write_text(tuned.table_text("sm_90a", 132, [row]), encoding="utf-8")
+    (lent,) = tuned.held_against("nvidia-h200", data=tmp_path)
+    assert (lent.choice.stage, lent.lender, lent.ratio) == (better, kin.name, None)
 
 
 def test_what_a_bench_measured_is_in_the_table_too(tmp_path: Path) -> None:

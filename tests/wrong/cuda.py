@@ -47,6 +47,8 @@ class Mistake:
     new: str
     dtype: DType = "float16"
     mask: Mask = "full"
+    header: str = ""
+    """The file of kernels/common/ that `old` stands in; the stage's own source where empty."""
     early: bool = False
     """Whether what is read is merely there too late: a GPU may be lucky, and the emulator is not."""
 
@@ -60,16 +62,19 @@ class Mistake:
         Raises:
             ValueError: as `edited`.
         """
-        return edited(self.stage, self.name, self.old, self.new)
+        return edited(self.stage, self.name, self.old, self.new, self.header)
 
 
-def edited(stage: str, name: str, old: str, new: str) -> str:
-    """A stage's source with `new` for `old`.
+def edited(stage: str, name: str, old: str, new: str, header: str = "") -> str:
+    """A stage's source with `new` for `old`; of a header that it includes, with that header's text in its place.
 
     Raises:
         ValueError: the text to replace is not there exactly once; the kernel has changed and this list must follow.
     """
     text = registry.get(stage).source.read_text(encoding="utf-8")
+    if header:
+        included = (registry.get(stage).source.parent / "common" / header).read_text(encoding="utf-8")
+        text = text.replace(f'#include "{header}"\n', included.replace("#pragma once\n", ""))
     if text.count(old) != 1:
         raise ValueError(f"{name}: wanted once in {stage}.cu, found {text.count(old)}: {old}")
     return text.replace(old, new)
@@ -295,6 +300,81 @@ MISTAKES: tuple[Mistake, ...] = (
         new=f"+ tile * TILE_KV * {_NARROW};",
         dtype="bfloat16",
         mask="causal",
+    ),
+    Mistake(
+        name="scores_again_by_a_row_stride_of_32_bits",
+        stage="17_around_the_loop",
+        old="+ tile * TILE_KV * p.K.row_stride;",
+        new=f"+ tile * TILE_KV * {_NARROW};",
+        mask="causal",
+    ),
+    Mistake(
+        name="v_one_phase_early",
+        stage="17_around_the_loop",
+        old="V_came = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity);",
+        new="V_came = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity ^ 1);",
+        early=True,
+    ),
+    Mistake(
+        name="v_taken_for_there_when_k_is",
+        stage="17_around_the_loop",
+        old="ptx::mbarrier_wait_parity(&smem.V_full[at.stage], at.parity);",
+        new="ptx::mbarrier_wait_parity(&smem.K_full[at.stage], at.parity);",
+        mask="causal",
+        early=True,
+    ),
+    Mistake(
+        name="kv_heads_interleaved",
+        stage="17_around_the_loop",
+        header="late_fetch.cuh",
+        old="const int kv_head = kv_head_of(p, work.head);",
+        new="const int kv_head = work.head % p.kv_heads;",
+    ),
+    Mistake(
+        name="v_of_batch_0",
+        stage="17_around_the_loop",
+        header="late_fetch.cuh",
+        old="V_source = {&maps.V, &own.V, own.kv_len, kv_head, place.batch, place.row};",
+        new="V_source = {&maps.V, &own.V, own.kv_len, kv_head, 0, place.row};",
+        dtype="bfloat16",
+    ),
+    Mistake(
+        name="scores_again_by_the_first_key_head",
+        stage="17_around_the_loop",
+        old="head_of(p.K, work.batch, kv_head_of(p, work.head)) + tile",
+        new="head_of(p.K, work.batch, 0) + tile",
+        dtype="bfloat16",
+    ),
+    Mistake(
+        name="move_leaves_sums_unscaled",
+        stage="17_around_the_loop",
+        old="  rows.sum[h] *= factor;\n  sum *= factor;\n",
+        new="  sum *= factor;\n",
+    ),
+    Mistake(
+        name="float16_limit_of_2_to_the_18",
+        stage="17_around_the_loop",
+        old="SUM_LIMIT_OF<__half> = 65504.0f;",
+        new="SUM_LIMIT_OF<__half> = 262144.0f;",
+    ),
+    Mistake(
+        name="moved_rows_not_rounded_again",
+        stage="17_around_the_loop",
+        old="        if (early) round_rows<TILE_KV>(P_reg, S_reg, h);\n",
+        new="",
+    ),
+    Mistake(
+        name="whole_columns_by_the_last_row",
+        stage="17_around_the_loop",
+        old="visible.warp_whole = visible_keys(own(), warp_row()) - tile * TILE_KV;",
+        new="visible.warp_whole = visible_keys(own(), warp_row() + WARP_ROWS - 1) - tile * TILE_KV;",
+        mask="causal",
+    ),
+    Mistake(
+        name="next_work_tile_taken_before_this_ones_place_is_read",
+        stage="17_around_the_loop",
+        old="    if constexpr (!WIDE) done = give_back_Q();\n    more = take();",
+        new="    more = take();\n    if constexpr (!WIDE) done = give_back_Q();",
     ),
 )
 """What once went through: each is found by `flashlab check --on cpu STAGE`."""

@@ -273,21 +273,23 @@ def tuned(*, gpu: opt.Gpu = None, data: opt.Data = DATA, as_json: opt.Json = Fal
             f"{', '.join(known) or 'none yet'}. `flashlab tune` on a machine with an NVIDIA GPU makes some."
         )
     path = module.write_table(gpu, data)
+    held_against = module.held_against(gpu, data=data)
     rows = [
         {
             **held.problem.flat(),
-            **explain.flat(held.choice),
+            **explain.flat(held.problem, held.choice),
             "run": held.run or None,
             "measured_us": held.time_us,
             "sdpa_us": held.peer_us,
             "ratio": held.ratio,
             "small_grids": held.small_grids,
+            "lender": held.lender or None,
         }
-        for held in module.held_against(gpu, data=data)
+        for held in held_against
     ]
     answer(rows, ("problem", "stage", "parameters", "measured_us", "sdpa_us", "ratio", "run"), as_json=as_json)
     slower = [row["problem"] for row in rows if row["ratio"] is not None and row["ratio"] < 1]
-    say(f"{len(slower)} of {len(rows)} slower than SDPA{': ' if slower else ''}{', '.join(slower)}")
+    say(f"{module.tally(held_against)}{' Slower: ' if slower else ''}{', '.join(slower)}")
     say(f"Written to {path}")
 
 

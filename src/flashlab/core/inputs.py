@@ -35,6 +35,7 @@ HOSTILE_TILE_NATS = 11.0
 """About as far above an old maximum as float16 holds an exponential."""
 WAVE_NATS, WAVE_KEYS = 150.0, 200
 LOW_NATS = -120.0
+END_KEYS = 8
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,13 @@ HOSTILE = _by_name(
 """Kinds that only checks use: they reach the paths that a kernel takes seldom."""
 SCALE8 = Kind("scale8", "Q times 8: scores have a standard deviation of 8 nats", _scaled(HOSTILE_FACTOR))
 """For flash-attention's own cases."""
-_KNOWN = KINDS | HOSTILE | {SCALE8.name: SCALE8}
+END = Kind(
+    "hostile_end",
+    f"the last {END_KEYS} keys' scores as normal, the others {WAVE_NATS:g} nats lower, beyond FP32 exponentials",
+    _bias(lambda j: -WAVE_NATS * (j <= j[-1] - END_KEYS)),
+)
+"""For rows far apart: a last tile of few keys, whose first scores say nothing of the rest."""
+_KNOWN = KINDS | HOSTILE | {one.name: one for one in (SCALE8, END)}
 
 
 def require(name: str) -> Kind:

@@ -152,11 +152,24 @@ class Held:
     """Whether that was a tuning, whose variants suit the problem, and not a run of `flashlab bench`."""
     time_us: float | None
     peer_us: float | None
+    lender: str = ""
+    """The GPU whose records chose, where they are another one's: a folder name under data/."""
 
     @property
     def ratio(self) -> float | None:
         """How many times faster than the library."""
         return self.peer_us / self.time_us if self.peer_us and self.time_us else None
+
+
+def tally(held: Iterable[Held]) -> str:
+    """In how many problems the library is faster, and how many say nothing of that, for people."""
+    ratios = [one.ratio for one in held]
+    timed = [ratio for ratio in ratios if ratio is not None]
+    slower, lacking = sum(ratio < 1 for ratio in timed), len(ratios) - len(timed)
+    return (
+        f"SDPA is faster at {slower} of the {len(timed)} problems where one run timed both. At {lacking} none did, so "
+        "that no record says which is faster."
+    )
 
 
 def held_against(gpu_slug: str, data: Path = DATA) -> list[Held]:
@@ -182,7 +195,7 @@ def held_against(gpu_slug: str, data: Path = DATA) -> list[Held]:
     found = []
     for problem, by_run in times.items():
         library = (BESIDE, items({}))
-        choices = choice.rank(problem, gpu_slug, table.arch, data=data).choices
+        decides, choices = choice.rank(problem, gpu_slug, table.arch, data=data)
         if not (_plain(problem) and choices and any(library in of_run for of_run in by_run.values())):
             continue
         mine = (choices[0].stage.id, items(choices[0].parameters))
@@ -196,6 +209,7 @@ def held_against(gpu_slug: str, data: Path = DATA) -> list[Held]:
                 small_grids=run in tuning_runs,
                 time_us=by_run[run][mine] if run else None,
                 peer_us=by_run[run][library] if run else None,
+                lender=decides.gpu if decides and decides is not table else "",
             )
         )
     return sorted(found, key=lambda one: (one.ratio is None, one.ratio or 0.0, one.problem))

@@ -35,6 +35,8 @@ NAMED_PEERS = ("fa3", "sdpa_cudnn")
 """The libraries that the ladder's claim is about; `against_peers` holds the stages against every library too."""
 REFERENCES = ("fa3", "fa4")
 """The libraries that errors are held against: the second where the wheel of the first lacks the element type."""
+RMS_AIM, LARGEST_AIM = 1.1, 1.25
+"""How many times a reference's errors a rung's may be, on each kind of inputs: the aim of the ladder's last rungs."""
 MAIN = suite("peers")
 """The problems that kinds of inputs are compared at, and their errors."""
 _NEAR = 1.05

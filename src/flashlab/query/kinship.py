@@ -54,11 +54,11 @@ def times_carry_over(gpu: str, kin: str) -> tuple[bool, str]:
     """Whether the times of a GPU that another one's choices are taken from carry over, and why, for people.
 
     Args:
-        gpu, kin: folders under data/ of the one without records of its own, and of the other.
+        gpu, kin: folders under data/ of the one that lacks records, and of the other; what is known of one claimed by
+            the other holds both ways.
     """
-    pair = kinship(model_in(gpu) or gpu, kin)
+    pair = kinship(model_in(gpu) or gpu, kin) or kinship(model_in(kin) or kin, gpu)
     if pair is None:
         return False, f"Nothing is known of how {gpu} and {kin} differ, so that no time is predicted."
     carries = "so times carry over where that does not bound them" if pair.time else "so no time is predicted"
-    shared = pair.same.removeprefix("the same ")
-    return pair.time, f"Between them are the same: {shared}. They differ in {pair.differs}; {carries}."
+    return pair.time, f"Both have {pair.same}. They differ in {pair.differs}; {carries}."

@@ -3,8 +3,8 @@
 A row of the table is one choice of a stage's tunables on one problem, and its time there (tune.py says which records
 become rows). For a problem p, three steps, each the same whether p is on record or not:
 
-1. **Tunables of a stage**: what won on the nearest problem that the stage was tuned on, on this GPU or its nearest kin
-   of the same architecture, with the same window and soft cap or none: others are other kernels.
+1. **Tunables of a stage**: what won on the nearest problem that the stage was tuned on, on this GPU or another one of
+   the same architecture, with the same window and soft cap or none: others are other kernels.
 2. **Its time**: that of the stage's nearest row r, scaled by what the busiest SM has to do,
 
        time(p) = fixed + (time(r) - fixed) · waves(p) · keys(p) / (waves(r) · keys(r))
@@ -211,19 +211,19 @@ def table_for(gpu: str, arch: str, sm_count: int | None = None, data: Path = DAT
     Raises:
         DamagedRecordError: a table cannot be read.
     """
-    return table(gpu, data) or _kin(gpu, arch, sm_count, data)
+    return next(iter(_tables(gpu, arch, sm_count, data)), None)
 
 
-def _kin(gpu: str, arch: str, sm_count: int | None, data: Path) -> Table | None:
-    """The table of a GPU's nearest kin."""
+def _tables(gpu: str, arch: str, sm_count: int | None, data: Path) -> tuple[Table, ...]:
+    """Every table: a GPU's own first, then that of its nearest kin."""
 
-    def far(other: Table) -> tuple[bool, int, int, int, str]:
-        (major, minor), (other_major, other_minor) = registry.capability(arch), registry.capability(other.arch)
-        sms = abs(other.sm_count - (sm_count or other.sm_count))
-        return (other.arch != arch, abs(major - other_major), abs(minor - other_minor), sms, other.gpu)
+    def far(one: Table) -> tuple[bool, bool, int, int, int, str]:
+        (major, minor), (other_major, other_minor) = registry.capability(arch), registry.capability(one.arch)
+        sms = abs(one.sm_count - (sm_count or one.sm_count))
+        return (one.gpu != gpu, one.arch != arch, abs(major - other_major), abs(minor - other_minor), sms, one.gpu)
 
-    names = {path.parent.name for path in data.glob(f"*/{FILE}")} - {gpu}
-    return min((found for name in names if (found := table(name, data)) is not None), key=far, default=None)
+    names = (path.parent.name for path in data.glob(f"*/{FILE}"))
+    return tuple(sorted(filter(None, (table(name, data) for name in names)), key=far))
 
 
 def tiles(problem: Problem, tile_q: int) -> int:
@@ -277,15 +277,15 @@ def parameters(
 
     Args:
         gpu: folder name under data/, None for a CPU, where nothing is tuned.
-        arch: of the GPU: the nearest kin of the same architecture lends its tunables. None: none does.
+        arch: of the GPU: others of the same architecture lend their tunables. None: none does.
 
     Raises:
         DamagedRecordError: the table cannot be read.
     """
     found: Mapping[str, int] = {}
     if gpu is not None and stage.params:
-        tables = (table(gpu, data), None if arch is None else _kin(gpu, arch, None, data))
-        row = _tuned_on(stage, problem, (one for one in tables if one is not None and arch in (None, one.arch)))
+        tables = filter(None, (table(gpu, data),)) if arch is None else _lenders(arch, _tables(gpu, arch, None, data))
+        row = _tuned_on(stage, problem, tables)
         found = {} if row is None else row.parameters
     return {**found, **(overrides or {})}
 
@@ -300,18 +300,24 @@ def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, dat
     Raises:
         DamagedRecordError: a table cannot be read.
     """
-    found = table_for(gpu, arch, sm_count, data)
-    if found is None:
+    tables = _tables(gpu, arch, sm_count, data)
+    if not tables:
         return Ranking(None, ())
-    kin = _kin(gpu, arch, sm_count, data) if found.gpu == gpu else None
-    own = Ranking(found, _choices(problem, found, arch, sm_count or found.sm_count, kin))
+    found, others = tables[0], tables[1:]
+    lenders, sms = _lenders(arch, tables), sm_count or found.sm_count
+    own = Ranking(found, _choices(problem, found, arch, sms, lenders))
     lacking = [stage for stage in _able(problem, arch) if not found.rows_of(stage, problem.head_dim)]
-    if kin is None or kin.arch != arch or not lacking:
+    if found.gpu != gpu or not others or others[0].arch != arch or not lacking:
         return own
-    theirs = Ranking(kin, _choices(problem, kin, arch, sm_count or found.sm_count))
+    theirs = Ranking(others[0], _choices(problem, others[0], arch, sms, others[:1]))
     if not theirs.choices or theirs.choices[0].stage not in lacking:
         return own
     return own if own.choices and _from_a_model(own.choices[0]) < _from_a_model(theirs.choices[0]) else theirs
+
+
+def _lenders(arch: str, tables: Iterable[Table]) -> tuple[Table, ...]:
+    """The tables that tunables are taken from."""
+    return tuple(one for one in tables if one.arch == arch)
 
 
 def _from_a_model(choice: Choice) -> int:
@@ -328,9 +334,10 @@ def _able(problem: Problem, arch: str) -> Iterator[Stage]:
 
 
 @lru_cache(maxsize=1024)
-def _choices(problem: Problem, found: Table, arch: str, sm_count: int, kin: Table | None = None) -> tuple[Choice, ...]:
+def _choices(
+    problem: Problem, found: Table, arch: str, sm_count: int, lenders: tuple[Table, ...]
+) -> tuple[Choice, ...]:
     distances = found.distances(problem, found.sm_count / sm_count)
-    lenders = [one for one in (found, kin) if one is not None and one.arch == arch]
     choices = []
     for stage in _able(problem, arch):
         rows = found.rows_of(stage, problem.head_dim)

@@ -43,7 +43,7 @@ def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None
     carries, differs = times_carry_over(name, kin) if kin else (True, "")
     lacking = "table of choices" if choice.table(name, data) is None else "records of that stage at that head dim"
     if ranking.choices:
-        chosen, *others = (flat(taken, ranking.table, carries=carries) for taken in ranking.choices[:3])
+        chosen, *others = (flat(problem, taken, ranking.table, carries=carries) for taken in ranking.choices[:3])
         why = reason(problem, ranking)
     else:
         # What `attention` falls back to; it raises where nothing runs the problem.
@@ -92,13 +92,13 @@ def predicted_us(chosen: Choice, table: Table | None) -> float:
     return max(chosen.time_us, table.floor_us(chosen.stage.id) if table else 0.0)
 
 
-def flat(chosen: Choice, table: Table | None = None, *, carries: bool = True) -> dict[str, Any]:
-    """A choice as JSON has it; without its time where that does not carry over."""
+def flat(problem: Problem, chosen: Choice, table: Table | None = None, *, carries: bool = True) -> dict[str, Any]:
+    """A problem's choice as JSON has it; without its time where that does not carry over."""
     return {
         "stage": chosen.stage.id,
         "parameters": dict(chosen.parameters),
         "predicted_us": predicted_us(chosen, table) if carries else None,
-        "on_record": chosen.distance == 0,
+        "on_record": chosen.row.problem == problem and chosen.distance == 0,
         "time_from": chosen.row.problem.label,
         "run": chosen.row.run,
         "tuned_on": chosen.tuned_on.problem.label if chosen.tuned_on else None,

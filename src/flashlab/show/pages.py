@@ -47,6 +47,7 @@ from flashlab.query.rows import grouped
 from flashlab.query.select import Results
 from flashlab.record import schema, store
 from flashlab.record.schema import Measurement
+from flashlab.run import choice
 from flashlab.show import charts, explorer, journey, machine_code, tables
 from flashlab.show.charts import LAYOUTS, MIME, THEMES, Chart
 from flashlab.show.notebook import NOTHING_YET
@@ -361,16 +362,16 @@ def _front_page(out: Output, shown: Results, data: Path) -> None:
     contest = bursts.get(shown.first)
     if contest and (stage is None or contest.stage.name != stage.name):
         contest = None
-    cards = [*_front_cards(shown, stage, peer, bursts, contest), *_extremes(bursts)]
+    default = _default(stage, data) if stage else ""
+    cards = [*_front_cards(shown, stage, peer, bursts, contest, default), *_extremes(bursts)]
     items = "".join(f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>" for value, label in cards)
     where = f"Rates, and ratios over one library, are those at {shown.first.label}, {select.on_inputs([shown.first])}."
     out.snippet("front-numbers.md", f'<dl class="numbers">{items}</dl>\n\n{where}\n')
-    default = _default(stage) if stage else ""
-    said = {"row": stage, "share": share, "contest": contest, "lost": sum(one.ratio < 1 for one in bursts.values())}
-    out.snippet(
-        "front-finding.md",
-        out.rendered("front.md", "index.md", shown=shown, compared=len(bursts), default=default, **said),
-    )
+    said: dict[str, Any] = {"row": stage, "share": share, "contest": contest, "default": default}
+    said["default_timed"] = any(row.name == default and select.rate(row) for row in rows)
+    said["lost"] = sum(one.ratio < 1 for one in bursts.values())
+    finding = out.rendered("front.md", "index.md", shown=shown, compared=len(bursts), **said)
+    out.snippet("front-finding.md", finding)
     out.snippet("losses.md", _losses(bursts))
 
 
@@ -427,9 +428,11 @@ def _about(out: Output) -> None:
     out.snippet("about.md", " · ".join(links))
 
 
-def _default(row: Measurement) -> str:
-    """The stage that stands for flashlab where this row is from: the last rung, timed there or not."""
-    return registry.best(row.problem, registry.arch_for(row.gpu.compute_capability)).id
+def _default(row: Measurement, data: Path) -> str:
+    """The stage that flashlab takes for a row's problem on its GPU, timed there or not."""
+    return choice.stage_for(
+        row.problem, row.gpu.slug, registry.arch_for(row.gpu.compute_capability), row.gpu.sm_count, data
+    ).id
 
 
 def _front_cards(
@@ -438,12 +441,13 @@ def _front_cards(
     peer: Measurement | None,
     bursts: Mapping[Problem, contests.Contest],
     contest: contests.Contest | None,
+    default: str,
 ) -> list[tuple[str, str]]:
     """The fastest stage: its rate, over the first stage and over the libraries, those of one run where there is one."""
     rows, rate = shown.rows(), select.rate(stage)
     if stage is None or rate is None:
         return []
-    which = "the default version" if _default(stage) == stage.name else "the newest version timed"
+    which = "the default version" if default == stage.name else "the newest version timed"
     cards = [(f"{number(rate)} TFLOP/s", f"{which}, {stage.name}")]
     foot = next(row for row in rows if row.kind == "stage" and select.rate(row))
     if foot is not stage:
@@ -502,7 +506,31 @@ def _against_features(shown: Results, _: Path) -> str:
 
 def _accuracy(shown: Results, data: Path) -> str:
     errors = contests.accuracy(shown.gpu, data)
-    return f"{tables.accuracy(errors)}\n{_from_runs(shown, (one.run for one in errors))}"
+    text = f"{tables.accuracy(errors)}\n{_not_checked(shown, errors, data)}"
+    return f"{text}{_from_runs(shown, (one.run for one in errors))}"
+
+
+def _not_checked(shown: Results, errors: Sequence[contests.Accuracy], data: Path) -> str:
+    """Of the last rung, where this GPU did not check it: another one's errors over those of its parent here."""
+    last = list(registry.STAGES.values())[-1]
+    parent, here = last.parent or "", {one.problem: one.errors for one in errors}
+    if any(last.id in of for of in here.values()):
+        return ""
+    for gpu in store.gpus(data):
+        pairs = [
+            pair
+            for one in contests.accuracy(gpu, data)
+            if one.problem.inputs != TRAINED and last.id in one.errors and parent in here.get(one.problem, {})
+            for pair in zip(one.errors[last.id], here[one.problem][parent], strict=True)
+        ]
+        ratios = [1.0 if ours == its else ours / its for ours, its in pairs if its or ours == its]
+        if ratios:
+            return (
+                f"{code(last.id)} was not checked so on the {shown.name}. At {len(pairs) // 2} problems with the same "
+                f"inputs {gpu} has checked it: its errors over those of {code(parent)} here lie between "
+                f"{times(min(ratios))} and {times(max(ratios))}.\n\n"
+            )
+    return ""
 
 
 def _from_runs(shown: Results, runs: Iterable[str]) -> str:

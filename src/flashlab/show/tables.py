@@ -517,7 +517,25 @@ def against_inputs(found: Iterable[contests.AgainstPeers], regime: Regime = "bur
 
     first, *others = (label.split() for label in labels.values())
     common = [word for word in first if all(word in label for label in others)]
-    return table((Column(f"{' '.join(common)}, {regime}", code), *map(column, labels.values())), order)
+    rows = table((Column(f"{' '.join(common)}, {regime}", code), *map(column, labels.values())), order)
+    return f"{rows}\n{_stages_of(by_kind, order)}\n"
+
+
+def _stages_of(by_kind: Mapping[str, Mapping[str, contests.Contest]], order: Iterable[str]) -> str:
+    """Which stages the ratios are of: a difference between two kinds may be one between two stages."""
+    of_stage = grouped(
+        ((one.stage.name, kind) for kind in order for one in by_kind[kind].values()), lambda pair: pair[0]
+    )
+    most, *others = sorted(of_stage, key=lambda name: len(of_stage[name]), reverse=True)
+    if not others:
+        return f"Every ratio is of {code(most)}."
+
+    def said(name: str) -> str:
+        count, kinds = len(of_stage[name]), list(dict.fromkeys(code(kind) for _, kind in of_stage[name]))
+        return f"{count} {'is' if count == 1 else 'are'} of {code(name)}, on {_listed(kinds)}"
+
+    counted = f"{len(of_stage[most])} ratios are of {code(most)}, and {', and '.join(map(said, others))}"
+    return f"{counted}: a difference between two kinds may be one between the stages."
 
 
 FEATURED = (
@@ -536,22 +554,52 @@ FEATURED = (
 def accuracy(found: Iterable[contests.Accuracy]) -> str:
     """Errors by implementation and kind of inputs, over FlashAttention-3's, or -4's where the wheel lacks the type.
 
-    For each element type how many times the reference's error it is at the worst of head dims and masks, the kind first
-    where a stage is worst; then every error, problem by problem.
+    First on which kinds the newest stage misses its aim; then, for each element type, how many times the reference's
+    error it is at the worst of head dims and masks, the kind first where a stage is worst; then every error, problem by
+    problem.
 
     Raises:
         NoDataError: there are none on inputs that are not normal.
     """
+    errors = list(found)
     by_dtype = {
         dtype: grouped(of_dtype, lambda one: one.problem.inputs)
-        for dtype, of_dtype in grouped(found, lambda one: one.problem.dtype).items()
+        for dtype, of_dtype in grouped(errors, lambda one: one.problem.dtype).items()
     }
     parts = [_accuracy_of(dtype, kinds) for dtype, kinds in by_dtype.items() if kinds.keys() != {NORMAL}]
     if not parts:
         raise NoDataError(
             "No errors by kind of inputs are on record for this GPU yet: `flashlab bench --suite inputs` makes them."
         )
-    return "\n".join(parts)
+    return "\n".join([f"{_aim(errors)}\n", *parts])
+
+
+def _aim(found: Sequence[contests.Accuracy]) -> str:
+    """On which kinds of inputs the newest stage's errors are above what they were meant to be."""
+    kinds = {name: {one.problem.inputs for one in found if name in one.errors} for name in registry.STAGES}
+    # What was checked on one kind alone is not to be compared over kinds.
+    newest = max(kinds, key=lambda name: (min(2, len(kinds[name])), [*kinds].index(name)))
+    missed: dict[str, list[str]] = {}
+    for (dtype, kind), same in grouped(found, lambda one: (one.problem.dtype, one.problem.inputs)).items():
+        rms, largest = _worst(same, newest) or (0.0, 0.0)
+        over = ["RMS"] * (rms > contests.RMS_AIM) + ["largest"] * (largest > contests.LARGEST_AIM)
+        if over:
+            missed.setdefault(dtype, []).append(f"{code(kind)} ({' and '.join(over)})")
+    where = ", and in ".join(f"{dtype} on {_listed(words)}" for dtype, words in missed.items())
+    return (
+        f"The aim of {code(newest)} was at most {contests.RMS_AIM} times the reference's RMS error and "
+        f"{contests.LARGEST_AIM} times its largest, on each kind of inputs; {len(kinds[newest])} of {len(KINDS)} kinds "
+        f"are on record. {f'Missed in {where}.' if where else 'It is met on these.'}"
+    )
+
+
+def _listed(words: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
+
+
+def _worst(found: Iterable[contests.Accuracy], name: str) -> tuple[float, ...]:
+    """Both errors over the reference's at the worst problem; empty where it was not checked."""
+    return tuple(map(max, zip(*(one.over_reference(name) for one in found if name in one.errors), strict=True)))
 
 
 def _implementation(name: str) -> str:
@@ -575,16 +623,12 @@ def _accuracy_of(dtype: str, kinds: Mapping[str, Sequence[contests.Accuracy]]) -
     counts = Tally(name for same in kinds.values() for name in dict.fromkeys(n for one in same for n in one.errors))
     names = [name for name, count in counts.items() if count > 1 or len(kinds) == 1]
 
-    def worst(kind: str, name: str) -> tuple[float, ...]:
-        """Both errors over the reference's; empty where it was not checked."""
-        pairs = [one.over_reference(name) for one in kinds[kind] if name in one.errors]
-        return tuple(map(max, zip(*pairs, strict=True)))
-
     def of_stages(kind: str) -> float:
-        return max((over for name in names if name in registry.STAGES for over in worst(kind, name)), default=0.0)
+        stages = (name for name in names if name in registry.STAGES)
+        return max((over for name in stages for over in _worst(kinds[kind], name)), default=0.0)
 
     def column(name: str) -> Column:
-        return Column(_implementation(name), lambda kind: " · ".join(map(times, worst(kind, name))) or None)
+        return Column(_implementation(name), lambda kind: " · ".join(map(times, _worst(kinds[kind], name))) or None)
 
     order = sorted(kinds, key=of_stages, reverse=True)
     references = dict.fromkeys(short_title(one.reference) for same in kinds.values() for one in same)

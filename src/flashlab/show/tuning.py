@@ -101,22 +101,30 @@ def winners_table(found: Mapping[Key, Sequence[Trial]], *, rows: Iterable[Choice
     return tables.markdown(header, lines, left=3)
 
 
-def choices_table(held: Iterable[tuned.Held]) -> str:
+def choices_table(held: Sequence[tuned.Held]) -> str:
     """What is chosen for every problem that torch's SDPA was timed on, the worst first, as a Markdown table."""
+
+    def time_us(one: tuned.Held) -> float | None:
+        return one.choice.time_us if one.time_us is None and not one.lender else one.time_us
+
+    def run(one: tuned.Held) -> str:
+        lent = f"not timed here: chosen by the records of {one.lender}"
+        return one.run or (lent if one.lender else "not in one process")
+
     lines: list[list[tables.Cell]] = [
         [
             one.problem.label,
             one.choice.stage.id,
             _text(one.choice.parameters, one.choice.stage.parameters(one.problem.head_dim)),
-            f"{one.choice.time_us if one.time_us is None else one.time_us:.1f}",
+            None if (own_us := time_us(one)) is None else f"{own_us:.1f}",
             None if one.peer_us is None else f"{one.peer_us:.1f}",
             None if one.ratio is None else f"{one.ratio:.2f}",
-            one.run or "not in one process",
+            run(one),
         ]
         for one in held
     ]
     header = ("problem", "stage", "differs from the defaults", "µs", "SDPA, µs", "times faster", "run")
-    return tables.markdown(header, lines, left=3)
+    return f"{tuned.tally(held)}\n\n{tables.markdown(header, lines, left=3)}"
 
 
 def levers_table(found: Mapping[Key, Sequence[Trial]]) -> str:

@@ -16,8 +16,8 @@ from typing import Any, Literal, TypedDict, Unpack
 import numpy as np
 
 from flashlab.core.errors import ParameterError
+from flashlab.core.inputs import END, NORMAL, SCALE8, drawn
 from flashlab.core.inputs import HOSTILE as HOSTILE_INPUTS
-from flashlab.core.inputs import NORMAL, SCALE8, drawn
 from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, MASKS, UNLIMITED, Problem, Window, matching
 from flashlab.kernels.registry import Stage
 from flashlab.record.schema import Verdict
@@ -38,7 +38,7 @@ LAYOUTS: dict[str, str] = {
 """The place of every tensor, as `_PLACE` reads it."""
 FAR_LAYOUTS: dict[str, str] = {"far": f"sbhd~{(1 << 23) + 8}", "far_misaligned": f"sbhd~{(1 << 23) + 9}@1"}
 """Likewise, of rows so far apart that from the 257th on offsets take more than 32 bits."""
-FAR_LENGTHS = ((260, 260),)
+FAR_LENGTHS = ((272, 272),)
 """Few rows past the 256th: memory between rows is never touched, and what is touched goes by the page."""
 TENSORS = ("q", "k", "v", "out")
 _PLACE = re.compile(r"(?P<order>[bhs]{3}d)(\+(?P<gap>\d+))?(~(?P<row>\d+))?(@(?P<offset>\d+))?(?P<shared>=)?")
@@ -278,7 +278,7 @@ def _far_cases(able: Mapping[str, Stage]) -> list[Case]:
         layouts=tuple(FAR_LAYOUTS),
         head_dims=_head_dims(able)[:1],
         heads=LONE_HEAD,
-        inputs=("hostile_waves",),
+        inputs=("hostile_waves", END.name),
     )
 
 
