@@ -499,6 +499,7 @@ def test_explain_says_whose_choice_an_unknown_gpu_gets(data: Path) -> None:
     assert (found["kin"], found["stage"], found["predicted_us"]) == (H200, "11_pingpong", 6.7)
     assert found["lent"].startswith("nvidia-h100-80gb-hbm3 has no table of choices, so its nearest kin, nvidia-h200")
     assert "device memory" in found["lent"]
+    assert f"11_pingpong took 6.7 µs on {H200} in run" in found["reason"]
     stranger = as_json(data, "1x8x512x64", "--gpu", "nvidia-a100-sxm4-80gb", "--arch", "sm_80")
     assert (stranger["stage"], stranger["predicted_us"]) == ("08_swizzle", None)
     assert "no time is predicted" in stranger["lent"]
