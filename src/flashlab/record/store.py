@@ -5,7 +5,7 @@
     data/<gpu>/runs/<run>.jsonl     records of one run; never rewritten
     data/<gpu>/tuning/<run>.jsonl   stages with other values of their tunables, `flashlab tune`
     data/<gpu>/tuned.json           which stage and tunables a problem gets, `flashlab tuned` (tuned.py)
-    data/<gpu>/chip/<run>.jsonl     what one SM does in a clock, `flashlab chip` (chip.py)
+    data/<gpu>/chip/<run>.jsonl     per-SM throughput and latencies, `flashlab chip` (chip.py)
     data/<gpu>/ablations/           stages with one tunable changed, `flashlab ablate`
     data/<gpu>/parts/               stages with a part of their work left out, `flashlab split`
     data/<gpu>/readings/            other timers, inputs and cache states beside ours, `flashlab method`
