@@ -456,6 +456,12 @@ def test_no_page_is_without_a_dead_end() -> None:
     assert {path.stem for path in (SITE / "dead_ends").glob("*.md")} - {"index"} == set(DEAD_ENDS)
 
 
+def test_every_dead_end_has_its_lesson_on_the_page_of_all() -> None:
+    text = (SITE / "dead_ends" / "index.md").read_text(encoding="utf-8")
+    lessons = re.findall(r"^\[(\w+)\]\(\1\.md\)\n:   .+ \*Instead:\* ", text, re.MULTILINE)
+    assert sorted(lessons) == sorted(DEAD_ENDS)
+
+
 @pytest.mark.parametrize("measured", [False, True])
 def test_pages_say_what_is_on_record_and_what_is_not(data: Path, tmp_path: Path, measured: bool) -> None:
     answer = select.off_ladder("nvidia-h200", data) if measured else {}

@@ -66,6 +66,7 @@ def test_a_job_that_is_not_read_meets_its_deadline() -> None:
         ("os.kill(os.getpid(), signal.SIGSEGV)", "crashed", "killed by SIGSEGV.*last words: oh"),
         ("os._exit(7)", "crashed", "exit status 7"),
         ("time.sleep(600)", "timeout", "no answer within 1 s"),
+        ("pipe = open(sys.argv[-1], 'w'); any(pipe.write('x') < 0 for _ in iter(int, 1))", "timeout", "no answer"),
         ("raise ZeroDivisionError('oh')", "crashed", "ZeroDivisionError: oh"),
         ("send({'type': 'fatal', 'reason': 'broken'})", "crashed", "broken"),
         ("send({'type': 5})", "crashed", "no message"),

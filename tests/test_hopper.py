@@ -30,8 +30,9 @@ SPECULATIVE = tuple(stage for stage in LATE if stage.id != "13_tma_store")
 """Some of their scores may be computed again by mma.sync, and their exponentials wait for no maximum."""
 MOVING = tuple(stage for stage in SPECULATIVE if stage.id != "14_stale_max")
 """A row's reference moves by powers of two."""
-ONES = tuple(stage for stage in MOVING if stage.id == "16_ones_column")
+ONES = tuple(stage for stage in MOVING if stage.order >= STAGES["16_ones_column"].order)
 """The PV GEMM sums the probabilities too."""
+LAST = ONES[-1]
 OVERLAPPING = tuple(stage for stage in SPECIALIZED if "OVERLAP" in stage.params or stage in LATE)
 RESTING = tuple(stage for stage in SPECIALIZED if stage.id != "10_warp_specialized")
 """A consumer without rows passes tiles on and does nothing else."""
@@ -39,7 +40,7 @@ VARIANTS = [
     (stage, head_dim, dtype)
     for stage in SPECULATIVE
     for head_dim, dtype in itertools.product(stage.head_dims, stage.dtypes)
-    if stage in ONES or (head_dim == 128) == (dtype == "bfloat16")
+    if stage is LAST or (head_dim == 128) == (dtype == "bfloat16")
 ]
 """All of the last stage; of those before it, which share its code, each head dim and each type once."""
 variants = pytest.mark.parametrize(
@@ -49,7 +50,7 @@ variants = pytest.mark.parametrize(
             *(stage, head_dim, dtype),
             id=f"{stage.id}-{head_dim}-{dtype}",
             marks=()
-            if (head_dim, dtype) in [one[:2] for one in in_turn(ONES[0])] and stage in ONES
+            if (head_dim, dtype) in [one[:2] for one in in_turn(LAST)] and stage is LAST
             else pytest.mark.exhaustive,
         )
         for stage, head_dim, dtype in VARIANTS
@@ -154,8 +155,7 @@ def test_probabilities_are_rounded_among_the_exponentials_where_that_is_faster(
     head_dim: int, causal: bool, pingpong: int
 ) -> None:
     """Before the vote that says whether rows move. A stage with a vote between rounds after the last exponential."""
-    (stage,) = ONES
-    built = cubin(stage, head_dim, causal=causal, overrides={"PINGPONG": pingpong})
+    built = cubin(LAST, head_dim, causal=causal, overrides={"PINGPONG": pingpong})
     opcodes_in_order = [one.opcode for one in machine_code(built.code, built.entry)]
     among = sum(
         opcode.startswith("F2FP") and all("MUFU.EX2" in opcodes_in_order[i + a : i + b] for a, b in ((-6, 0), (1, 7)))
@@ -249,8 +249,8 @@ FALLBACKS = [
         id=f"{head_dim}-{dtype}-{'aligned' if aligned else 'unaligned'}",
         marks=() if (number // 2 + number + turn) % 2 == 0 else pytest.mark.exhaustive,
     )
-    for number, head_dim in enumerate(STAGES["16_ones_column"].head_dims)
-    for turn, dtype in enumerate(STAGES["16_ones_column"].dtypes)
+    for number, head_dim in enumerate(LAST.head_dims)
+    for turn, dtype in enumerate(LAST.dtypes)
     for aligned in ((number + turn) % 2 == 0,)
 ]
 """Every head dim in both types, in one of them with aligned rows."""
@@ -271,7 +271,7 @@ def test_both_fallbacks_are_reached_at_every_head_dim(head_dim: int, dtype: DTyp
     for row, x in zip(rows, given, strict=True):
         row[...] = x.astype(like)
     for causal in MASKS:
-        found = emulate(*rows, stage="16_ones_column", causal=causal, races=True, count_fallbacks=True)
+        found = emulate(*rows, stage=LAST.id, causal=causal, races=True, count_fallbacks=True)
         assert check(np.asarray(found.out), found.lse, *rows, causal=causal, dtype=dtype).reason == ""
         assert not found.report.findings
         assert found.fallbacks is not None

@@ -17,6 +17,7 @@ import flashlab
 from flashlab.core.errors import LaunchError, NoGpuError, ParameterError
 from flashlab.core.problem import Problem
 from flashlab.experiments import packed
+from flashlab.kernels import registry
 from flashlab.measure import cells
 from flashlab.measure.harness import WorkerDiedError
 from flashlab.record import store
@@ -156,6 +157,11 @@ def test_decoding_has_a_table_of_its_own(tmp_path: Path, monkeypatch: pytest.Mon
     assert "flashlab packed" in (out.root / "snippets" / "packed.md").read_text(encoding="utf-8")  # nothing of it there
 
 
+def test_every_rung_that_packs_is_measured() -> None:
+    packing = [stage.id for stage in registry.STAGES.values() if "varlen" in stage.features]
+    assert packed.NAMES[: len(packing)] == tuple(packing)
+
+
 def test_the_table_holds_the_newest_run_and_says_what_is_missing(tmp_path: Path) -> None:
     out = pages.Output(root=tmp_path / "generated")
     packed.page(out, SimpleNamespace(gpu="nvidia-h200"), tmp_path)
@@ -169,6 +175,8 @@ def test_the_table_holds_the_newest_run_and_says_what_is_missing(tmp_path: Path)
         store.append(path, record)
     later = [_record("16_ones_column", 40.0, run="29990101T000000Z-0123abc").model_copy(update={"head_dim": 128})]
     assert [row["median_us"] for row in packed.shown(records + later)] == [50.0, 40.0]  # of a run without this problem
+    last = [_record(packed.PACKING[-1], 45.0), *records]
+    assert [(row["stage"], row["median_us"]) for row in packed.shown(last)] == [(packed.PACKING[-1], 45.0)]
     (row,) = packed.shown(records)
     flops = sum(Problem.parse(f"1x16x{n}x64", mask="causal").flops for n in (100, 300))
     assert row["tflops"] == pytest.approx(flops / 50.0 / 1e6)
@@ -177,7 +185,7 @@ def test_the_table_holds_the_newest_run_and_says_what_is_missing(tmp_path: Path)
     packed.page(out, SimpleNamespace(gpu="nvidia-h200"), tmp_path)
     text = snippet.read_text(encoding="utf-8")
     line = next(line for line in text.splitlines() if line.startswith("| `short`"))
-    assert "| 2 | D64 causal bfloat16 | 50.00 |" in line
+    assert "| 2 | D64 causal bfloat16 | `16_ones_column` | 50.00 |" in line
     assert line.rstrip().endswith("| ×2.40 | ×1.20 |")
     assert "16,384 tokens in all" in text
 

@@ -1,4 +1,4 @@
-"""What one SM of a Hopper GPU does in a clock: micro-benchmarks that read the SM's own clock, and their records.
+"""Per-SM throughput and latencies of a Hopper GPU: micro-benchmarks that read the SM's own clock, and their records.
 
 A case (chip.toml) is one kernel of kernels/chip with its macros. It runs in one block on one SM, several times, then in
 one block on every SM at once; each warp reports the clock before and after and how often it went round its loop, so

@@ -495,7 +495,7 @@ def spread(records: Records, entry: Entry) -> Finding:
 
 @_quantity()
 def percent_of_peak(records: Records, entry: Entry) -> Finding:
-    """A ceiling's rate, percent of the data sheet's; and what its products are made of on sm_89."""
+    """A ceiling's rate, percent of the data sheet's; and which MMAs it is made of on sm_89."""
     row = records.named(entry, entry.operands)[-1][0]
     share = 100 * row.value / (_sheet(records.gpu).peak(row.name) or math.nan)
     defines: dict[str, int | str] = {"CHAINS": 1, "UNROLL": 1, "ELEMENT": "__half"}

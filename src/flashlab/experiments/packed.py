@@ -47,11 +47,12 @@ OPTIONS = Options(worker=(sys.executable, "-m", "flashlab.experiments.packed"))
 TOKENS = 16_384
 HEADS = 16
 HEAD_DIMS = (64, 128)
-STAGE = "16_ones_column"
+PACKING = tuple(stage.id for stage in registry.STAGES.values() if "varlen" in stage.features)
+"""The rungs that take packed sequences; the last of them takes the padded batch too."""
 PADDED = "padded"
 LIBRARIES: Mapping[str, str] = {"fa3": "fa3_fwd_interface", "fa4": "flash_attn.cute"}
 """Libraries to the module that has `flash_attn_varlen_func`."""
-NAMES = (STAGE, PADDED, *LIBRARIES)
+NAMES = (*PACKING, PADDED, *LIBRARIES)
 
 
 class Distribution(NamedTuple):
@@ -204,7 +205,7 @@ class _Packed:
             wide.append(packed.new_zeros(len(self.chosen), packed.shape[1], longest, packed.shape[2]))
             for index, length in enumerate(self.chosen):
                 wide[-1][index, :, :length] = self.of_sequence(packed, index)[0]
-        launch = prepare(*wide, causal=self.causal, stage=STAGE, stream=stream)
+        launch = prepare(*wide, causal=self.causal, stage=PACKING[-1], stream=stream)
 
         def result() -> Any:
             launch()
@@ -339,7 +340,7 @@ class _Worker(GpuWorker):
 
 def shown(records: Sequence[PackedRun]) -> list[dict[str, Any]]:
     """A row for each case, of the newest run that has it: ours, with its rate, and how many times faster it is than the
-    others. In decoding ours is what `flashlab.paged_attention` takes or, in a run without it, the newest stage."""
+    others. Ours is the run's newest stage; in decoding, what `flashlab.paged_attention` takes where it has that."""
 
     def case(one: PackedRun) -> tuple[Any, ...]:
         decoding = one.kv_heads or 0
@@ -353,7 +354,7 @@ def shown(records: Sequence[PackedRun]) -> list[dict[str, Any]]:
     for (kv_heads, head_dim, dtype, mask, distribution, _), same in grouped(records, case).items():
         newest = max(one.run for one in same)
         by_name = {one.name: one for one in same if one.run == newest}
-        names = (taken(same[0]), *DECODE_NAMES[-2::-1]) if kv_heads else (STAGE,)
+        names = (taken(same[0]), *DECODE_NAMES[-2::-1]) if kv_heads else PACKING[::-1]
         ours = next((by_name[name] for name in names if name in by_name), None)
         if ours is None:
             continue
@@ -372,12 +373,12 @@ COLUMNS = (
     Column("lengths", "distribution", code),
     Column("sequences", "sequences"),
     Column("problem", "problem", left=True),
+    Column("stage", "stage", code),
     Column("µs", "median_us", mhz),
     Column("TFLOP/s", "tflops", number),
     *(
         Column(f"over {PADDED if name == PADDED else short_title(name)}", f"over.{name}", times)
-        for name in NAMES
-        if name != STAGE
+        for name in (PADDED, *LIBRARIES)
     ),
 )
 DECODE_COLUMNS = (

@@ -125,8 +125,8 @@ class Comparison:
     def why(self) -> str:
         """What the data says of a difference; empty where the two agree.
 
-        The first that holds: the host could not enqueue as fast as calls ran; the clocks differed and clocks a call do
-        not; a few microseconds a call, whatever the call; none of these.
+        The first that holds: the host could not enqueue as fast as calls ran; the clocks differed and cycles per call
+        do not; a few microseconds a call, whatever the call; none of these.
         """
         if self.agrees:
             return ""

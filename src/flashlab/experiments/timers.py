@@ -12,8 +12,9 @@ Three timers read the same calls on the same tensors:
   stream; hot, a batch of which two calls are queued before the stream is let go.
 
 NVBench owns its process and may end it, so it runs in a second worker. There our events are read once more, after it:
-drift between the two workers then shows as spread of the events. Implementations and inputs take turns under every
-timer. Each implementation is checked against the float64 oracle before its first time is taken; what fails has none.
+drift between the two workers then shows as spread of the events. Implementations and inputs are interleaved under
+every timer. Each implementation is checked against the float64 oracle before its first time is taken; what fails has
+none.
 
 What the readings say is in timer_tables.py.
 """

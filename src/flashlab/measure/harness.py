@@ -130,12 +130,13 @@ class Worker:
 
     def _line(self, limit_s: float) -> bytes:
         """What it says next; WorkerDiedError where that did not come in time, or it ended."""
-        ends = time.monotonic() + limit_s
+        ends, late = time.monotonic() + limit_s, False
         while b"\n" not in self._buffer:
             ended = self._process.poll() is not None  # asked first: what it said before is still in the pipe
             left_s = ends - time.monotonic()
-            if select.select([self._pipe], (), (), max(0.0, min(left_s, _POLL_S)))[0]:
+            if not late and select.select([self._pipe], (), (), max(0.0, min(left_s, _POLL_S)))[0]:
                 self._buffer += os.read(self._pipe, 1 << 16)
+                late = left_s <= 0  # what stood in the pipe by then is the last that is read
             elif ended:
                 raise WorkerDiedError("crashed", self._how_it_ended())
             elif left_s <= 0:

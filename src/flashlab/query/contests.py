@@ -177,7 +177,7 @@ def _contest(rows: Sequence[Measurement], regime: Regime, second: _Second | None
 def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> tuple[AgainstPeers, ...]:
     """For each problem on these kinds of inputs: our best stage against the best library of the same element type.
 
-    Both rows come from one run, in which they were measured in turn: of the newest session whose fastest library is at
+    Both rows come from one run, in which they were interleaved: of the newest session whose fastest library is at
     most 5 % slower than the fastest on record, the run that timed that library, or one within a percent of it; of
     several, the one that timed most, then the newest. A session that left the fastest library out thus does not count.
     "Best" is of what that run timed. Under continuous work, likewise, of the newest run that kept a library busy that

@@ -129,7 +129,7 @@ class Samples(_Model):
     conditions: Conditions | None = None
     """The GPU's state while they were taken; None where it was not read."""
     cycles_per_score: float | None = None
-    """Clocks of one SM a score: see `cycles_per_score`; None where the clock was not measured."""
+    """SM cycles per score: see `cycles_per_score`; None where the clock was not measured."""
     continuous_s: float | None = None
     """Sustained alone: seconds of uninterrupted work, of which the samples are the later part."""
     layer: int | None = Field(default=None, ge=0)
@@ -279,7 +279,7 @@ class Base(_Model):
 
 
 def cycles_per_score(samples: Samples, problem: Problem, sm_count: int) -> float | None:
-    """Clocks of one SM a score, from the median sample: SM clock over the calls · SMs · time of a call ÷ scores.
+    """SM cycles per score, from the median sample: SM clock over the calls · SMs · time of a call ÷ scores.
 
     Scores are what the softmax sees, batch · q_heads · q_len · kv_len, and under a causal mask those below the
     diagonal, by area (`Problem.visible_scores`). It does not depend on the clock, so it says the same in a burst and
@@ -507,9 +507,9 @@ class ChipReading(Base):
     all_sms: Times = Field(min_length=1)
     """A value a launch with a block on every SM: the median of the blocks."""
     beside: Times = ()
-    """What the block's other warps did a clock meanwhile, a value a launch on one SM; empty where there are none."""
+    """What the block's other warps did per cycle meanwhile, a value a launch on one SM; empty where there are none."""
     stamps: Times = ()
-    """Clocks since the start, at the moments that the kernel's file names; of the last launch on one SM."""
+    """Cycles since the start, at the moments that the kernel's file names; of the last launch on one SM."""
     how: Label
     kernel: Label
     """File of kernels/chip, without its suffix."""
@@ -610,7 +610,7 @@ class _Counted(_Model):
 
 
 class StageCounters(_Counted):
-    """What Nsight Compute counted in one launch of a stage: full mask, float16, no log-sum-exp asked for."""
+    """What Nsight Compute counted in one launch of a stage: non-causal, float16, no log-sum-exp asked for."""
 
     stage: Label
     """Its id."""
@@ -775,7 +775,7 @@ class ChoiceRow(_Model):
     tile_q: int
     """Query rows a block."""
     variants: int
-    """So many were tuned there, in turn, and this one won; 0 where the stage was timed and not tuned."""
+    """So many were tuned there, interleaved, and this one won; 0 where the stage was timed and not tuned."""
     run: RunId
     """The run that it is from, of data/<gpu>/tuning, or of data/<gpu>/runs where it was not tuned."""
 

@@ -5,7 +5,7 @@
     data/<gpu>/runs/<run>.jsonl     records of one run; never rewritten
     data/<gpu>/tuning/<run>.jsonl   stages with other values of their tunables, `flashlab tune`
     data/<gpu>/tuned.json           which stage and tunables a problem gets, `flashlab tuned` (tuned.py)
-    data/<gpu>/chip/<run>.jsonl     what one SM does in a clock, `flashlab chip` (chip.py)
+    data/<gpu>/chip/<run>.jsonl     per-SM throughput and latencies, `flashlab chip` (chip.py)
     data/<gpu>/ablations/           stages with one tunable changed, `flashlab ablate`
     data/<gpu>/parts/               stages with a part of their work left out, `flashlab split`
     data/<gpu>/readings/            other timers, inputs and cache states beside ours, `flashlab method`
@@ -468,7 +468,9 @@ def verify(gpu: str, data: Path = DATA) -> tuple[Damage, ...]:
             elif digest(path.read_bytes()) != sums[name]:
                 damage.append(Damage(path, None, "differs from CHECKSUMS"))
             damage.extend(_damage_within(name, path, signature(path)))
-    return (*damage, *_doubled(gpu, data), *_disagreeing(gpu, data), *_changed_since_added(gpu, data))
+    with contextlib.suppress(DamagedRecordError):  # of withdrawn.json, which is named above
+        damage.extend((*_doubled(gpu, data), *_disagreeing(gpu, data)))
+    return (*damage, *_changed_since_added(gpu, data))
 
 
 @lru_cache(maxsize=4096)

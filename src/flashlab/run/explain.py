@@ -44,7 +44,7 @@ def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None
     lacking = "table of choices" if choice.table(name, data) is None else "records of that stage at that head dim"
     if ranking.choices:
         chosen, *others = (flat(problem, taken, ranking.table, carries=carries) for taken in ranking.choices[:3])
-        why = reason(problem, ranking)
+        why = reason(problem, ranking, kin)
     else:
         # What `attention` falls back to; it raises where nothing runs the problem.
         last = registry.best(problem, arch)
@@ -105,11 +105,11 @@ def flat(problem: Problem, chosen: Choice, table: Table | None = None, *, carrie
     }
 
 
-def reason(problem: Problem, ranking: Ranking) -> str:
-    """Why the first choice of a ranking is taken, in a sentence or two, for people."""
+def reason(problem: Problem, ranking: Ranking, kin: str | None = None) -> str:
+    """Why the first choice of a ranking is taken, in a sentence or two, for people; `kin` is whose records it is of."""
     first, *others = ranking.choices
     row = first.row
-    taken = f"{row.time_us:.1f} µs in run {row.run}"
+    taken = f"{row.time_us:.1f} µs {f'on {kin} ' if kin else ''}in run {row.run}"
     if row.problem == problem:
         text = f"On record at this problem, where {row.stage} took {taken}"
     else:
