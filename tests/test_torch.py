@@ -269,6 +269,7 @@ def test_packed_sequences_are_apart_from_each_other(kind: str, use_cache: bool) 
     else:
         model = shared.windowed(torch, kind, 8).to(torch.float16)
     transformers = pytest.importorskip("transformers")
+    flashlab.torch.register()
     collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     lengths = (19, 1, 7, 12)
     batch = collate([{"input_ids": IDS[0, :length]} for length in lengths])
@@ -364,7 +365,12 @@ def test_a_model_refuses_padding_static_caches_and_gradients(llama: Any) -> None
     ("options", "words"),
     [
         ({"dropout": 0.1}, "wanted dropout 0, got dropout 0.1"),
-        ({"position_bias": 1}, "position_bias"),
+        ({"position_bias": 1}, "position_bias=1"),
+        ({"position_bias": torch.zeros(1, 4, 40, 50)}, "got position_bias"),
+        ({"s_aux": torch.zeros(4)}, "got s_aux"),
+        ({"sinks": torch.zeros(1)}, "got sinks"),  # equal to False
+        ({"indices": torch.zeros(2, 40, 8)}, "got indices"),
+        ({"block_indices": torch.zeros(2, 4, 40, 8)}, "got block_indices"),
         ({"cu_seq_lens_q": [0, 3]}, "wanted cu_seq_lens_q, .* got packed sequences with cu_seq_lens_q alone"),
         (
             {"cu_seq_lens_q": [0], "cu_seq_lens_k": [0], "max_length_q": 1},

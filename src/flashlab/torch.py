@@ -37,7 +37,7 @@ __all__ = ["attention", "register"]
 NAME = "flashlab"
 """Of the operators' namespace, and of the attention in transformers."""
 _INSTEAD = "attn_implementation='sdpa' takes it"
-_REFUSED = ("position_bias", "s_aux", "cache", "output_attentions")
+_REFUSED = ("position_bias", "s_aux", "sinks", "indices", "block_indices", "cache", "output_attentions")
 """Options of attention in transformers that change its result, or ask for another one."""
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q")
 """Those that say where the sequences of a packed batch begin."""
@@ -280,8 +280,9 @@ def _transformers_attention(
     if dropout:
         raise _refuse(f"dropout {dropout}", "dropout 0")
     for name in _REFUSED:
-        if options.get(name) not in (None, False):
-            raise _refuse(f"{name}={options[name]!r}")
+        option = options.get(name)
+        if option is not None and option is not False:  # not `in`: a tensor compares its elements, and 0 equals False
+            raise _refuse(name if isinstance(option, torch.Tensor) else f"{name}={option!r}")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     # A query's own key counts in theirs. Encoders look as far ahead as back.
     window = None if sliding_window is None else sliding_window - 1
