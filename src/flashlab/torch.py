@@ -254,7 +254,7 @@ def _transformers_mask(
 def _is_packed(mask_function: Any) -> bool:
     """Whether a mask of transformers is of sequences that it told apart by their position_ids, and of nothing else."""
     inside = inspect.getclosurevars(mask_function).nonlocals if callable(mask_function) else {}
-    made_by = [part.__qualname__.partition(".")[0] for part in inside.get("mask_functions", ())]
+    made_by = sorted(part.__qualname__.partition(".")[0] for part in inside.get("mask_functions", ()))
     return made_by == ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]
 
 
