@@ -260,6 +260,31 @@ def test_a_model_with_windows_says_the_same_as_eager(kind: str) -> None:
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", ["ModernBert", "T5Gemma"])
+def test_an_encoder_with_windows_says_the_same_as_eager(kind: str) -> None:
+    """Their layers hand on another number for the same window; that of the mask counts."""
+    transformers = pytest.importorskip("transformers")
+    flashlab.torch.register()
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "pad_token_id": 0}
+    if kind == "ModernBert":
+        model = transformers.ModernBertModel(transformers.ModernBertConfig(**sizes, local_attention=8))
+    else:
+        sizes |= {"num_key_value_heads": 1, "head_dim": 64, "sliding_window": 4}
+        config = transformers.T5GemmaConfig(encoder=sizes, decoder=sizes, vocab_size=128)
+        model = transformers.T5GemmaModel(config).encoder
+    model, said = model.to(torch.float16).eval(), {}
+    for name in ("eager", "flashlab"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            said[name] = model(IDS).last_hidden_state
+    torch.testing.assert_close(said["flashlab"], said["eager"], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("kind", ["Llama", *shared.WINDOWED_MODELS])
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_packed_sequences_are_apart_from_each_other(kind: str, use_cache: bool) -> None:
@@ -391,6 +416,11 @@ def test_what_the_kernels_do_not_compute_is_refused(options: dict[str, Any], wor
         ({"q_length": 1, "kv_length": 8, "q_offset": 20, "kv_offset": 13, "local_size": 8}, None),
         ({"q_length": 9, "kv_length": 9, "local_size": 8, "config": SimpleNamespace(sliding_window=8)}, None),
         ({"q_length": 5, "kv_length": 9, "allow_is_bidirectional_skip": True}, None),
+        ({"q_length": 9, "kv_length": 9, "allow_is_bidirectional_skip": True, "local_size": 9}, None),
+        (
+            {"q_length": 5, "kv_length": 9, "allow_is_bidirectional_skip": True, "local_size": 8},
+            "wanted a window that ends at the last key, got 5 queries and 9 keys",
+        ),
         ({"q_length": 5, "kv_length": 64}, "dynamic cache"),
         ({"q_length": 5, "kv_length": 5, "allow_is_causal_skip": False}, "custom mask"),
         ({"q_length": 9, "kv_length": 9, "local_size": 8, "config": SimpleNamespace()}, "chunks of 8 over 9 keys"),
