@@ -159,6 +159,8 @@ def _fake_torch(**fields: Any) -> Any:
         "device": SimpleNamespace(type="cuda", index=1),
         "layout": "torch.strided",
         "is_nested": False,
+        "is_neg": lambda: False,
+        "_is_zerotensor": lambda: False,
         "dtype": "torch.bfloat16",
         "shape": (1, 2, 3, 64),
         "stride": lambda: (384, 192, 64, 1),

@@ -280,6 +280,14 @@ def test_what_a_first_call_refuses_a_repeated_one_does(driver: Driver) -> None:
     assert len(driver.launches) == count + 1
 
 
+@pytest.mark.parametrize("make", [torch._neg_view, lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype)])
+def test_a_tensor_whose_memory_is_not_its_numbers_is_like_no_other(driver: Driver, make: Any) -> None:
+    """By shape, strides and type it is one that was launched before; `prepare` refuses it."""
+    q, k, v = qkv()
+    for inputs in ((make(q), k, v), (q, make(k), v)):
+        assert recipes.kept(inputs, None, (), None) == (None, [], None)
+
+
 def test_streams_and_graphs_have_counters_of_their_own(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv()
     monkeypatch.setattr(gpu, "graph_id", lambda stream: (driver.capturing, stream))

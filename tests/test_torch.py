@@ -113,6 +113,8 @@ def test_gradients_are_refused_with_what_works() -> None:
         (lambda x: x.to("meta"), "got a torch tensor on meta, which holds no numbers"),
         (lambda x: x.to_sparse(), r"got a torch tensor with layout torch.sparse_coo. `[qkx].to_dense\(\)`"),
         (lambda x: torch.nested.nested_tensor([x[0], x[1]]), "got a nested tensor. `flashlab.varlen_attention` takes"),
+        (torch._neg_view, r"other sign. `[qkx].resolve_neg\(\)` makes one"),
+        (lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype), r"without memory. `[qkx].clone\(\)` makes one"),
     ],
 )
 def test_tensors_without_strides_in_memory_are_refused_with_what_works(make: Any, words: str) -> None:

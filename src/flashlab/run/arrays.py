@@ -166,7 +166,7 @@ def refuse_gradients(**arrays: Any) -> None:
 
 
 def _refuse_no_strides(tensor: Any, name: str, wanted: str) -> None:
-    """Refuse a torch tensor whose numbers do not lie in memory with strides: DeviceError."""
+    """Refuse a torch tensor whose numbers do not lie in memory with strides, as they are: DeviceError."""
     if tensor.is_nested:
         got = (
             "a nested tensor. `flashlab.varlen_attention` takes sequences of lengths of their own, packed in one tensor"
@@ -175,6 +175,10 @@ def _refuse_no_strides(tensor: Any, name: str, wanted: str) -> None:
         got = "a torch tensor on meta, which holds no numbers. One in host memory or on a GPU works"
     elif _text(tensor.layout) != "torch.strided":
         got = f"a torch tensor with layout {tensor.layout}. `{name}.to_dense()` makes one with strides"
+    elif tensor.is_neg():
+        got = f"a torch tensor whose memory has its numbers with the other sign. `{name}.resolve_neg()` makes one"
+    elif tensor._is_zerotensor():
+        got = f"a torch tensor of zeros without memory. `{name}.clone()` makes one"
     else:
         return
     raise DeviceError(f"{name}: wanted {wanted}, got {got}.")
