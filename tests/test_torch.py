@@ -203,6 +203,8 @@ def test_what_tracing_sees() -> None:
             flashlab.torch.attention(*arrays[:2], arrays[2].float())
         with pytest.raises(errors.ShapeError, match="q: wanted 4 dimensions"):
             flashlab.torch.attention(arrays[0][0], *arrays[1:])
+    out = flashlab.torch.attention(*(x.bfloat16() for x in (q, k, v)))  # as of a model on meta
+    assert (out.device.type, out.shape, out.dtype) == ("meta", q.shape, torch.bfloat16)
 
 
 # --- transformers ---

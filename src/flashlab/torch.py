@@ -64,7 +64,7 @@ def _define(name: str, call: Callable[..., Any], inputs: str, *, causal: bool, d
     def above(*args: Any) -> Any:
         # Here alone the wrappers of torch.func still say that they want a gradient. What is plain takes no second way
         # through the dispatcher: `call` refuses its gradients.
-        plain = type(args[0]) is type(args[1]) is type(args[2]) is torch.Tensor
+        plain = type(args[0]) is type(args[1]) is type(args[2]) is torch.Tensor and not args[0].is_meta
         if plain and not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None:
             return real(*args)
         arrays.refuse_gradients(**dict(zip(names, args, strict=False)))
