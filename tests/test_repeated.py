@@ -189,6 +189,8 @@ def test_check_reads_the_numbers_back(driver: Driver, monkeypatch: pytest.Monkey
 def test_a_repeated_call_does_little(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted, not timed: Python functions entered, and nothing asked of the file system."""
     q, k, v = qkv()
+    out = torch.empty_like(q)
+    monkeypatch.setattr(torch, "empty_like", lambda *_, **__: out)  # on a GPU torch's pool hands out the same memory
     for _ in range(2):
         attention(q, k, v, stage=MAPPED)
     for owner, name in ((choice, "stamp"), (recipes, "stamps")):
@@ -362,7 +364,6 @@ def test_calls_over_pages_repeat_too(driver: Driver, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(PagedLaunch, "made", made, raising=False)
     monkeypatch.setattr(gpu, "Launch", PagedLaunch)
     monkeypatch.setattr(gpu, "most_splits", lambda *_: 8)
-    monkeypatch.setattr(arrays, "runs_on", lambda *_: "gpu")
 
     def call(pages: int = 4) -> tuple[Any, ...]:
         pools = [torch.zeros(9, 2, 16, 64, dtype=torch.float16) for _ in "KV"]
@@ -405,9 +406,9 @@ def launches(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any,
     monkeypatch.setattr(gpu, "Launch", Noted)
     monkeypatch.setattr(gpu, "load", lambda cubin, device, smem_bytes=0: SimpleNamespace(device=device, cubin=cubin))
     monkeypatch.setattr(gpu, "most_splits", lambda *_: 8)
-    monkeypatch.setattr(arrays, "runs_on", lambda *_: "gpu")
-    for module in (paged, fp8):
+    for module in (arrays, paged, fp8):
         monkeypatch.setattr(module, "on_device", arrays.on_device)
+        monkeypatch.setattr(module, "torch_stream", lambda *_: nullcontext())
     for name in ("as_tensor", "full"):  # which a stage puts on its GPU
         made = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *args, made=made, device=None, **how: made(*args, **how))
