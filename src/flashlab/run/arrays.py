@@ -354,12 +354,13 @@ class TorchCopies:
     def _enqueued(self) -> AbstractContextManager[None]:
         return torch_stream(self._stream, next(iter(self._sources.values())).device)
 
-    def _seen(self) -> list[int]:
-        return [source._version for source in self._sources.values()]
+    def _seen(self) -> list[int | None]:
+        """How often each was written to; None of a tensor of inference mode, which does not say."""
+        return [None if source.is_inference() else source._version for source in self._sources.values()]
 
     def refresh(self) -> None:
         """Make them anew if need be."""
-        if self._versions == self._seen():
+        if None not in self._versions and self._versions == self._seen():
             return
         self._versions = self._seen()
         with self._enqueued():
