@@ -36,7 +36,7 @@ __all__ = ["attention", "register"]
 
 NAME = "flashlab"
 """Of the operators' namespace, and of the attention in transformers."""
-_INSTEAD = "attn_implementation='sdpa' takes it"
+_INSTEAD = "attn_implementation='sdpa' or 'eager' takes it"
 _REFUSED = ("position_bias", "s_aux", "sinks", "indices", "block_indices", "cache", "output_attentions")
 """Options of attention in transformers that change its result, or ask for another one."""
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q")
@@ -173,10 +173,10 @@ def register() -> None:
     """Make `attn_implementation="flashlab"` known to Hugging Face transformers; a second time changes nothing.
 
     Takes causal prefill, decoding with a dynamic cache, grouped-query heads, sliding windows, soft caps, and encoders,
-    in float16 and bfloat16; and sequences packed in a batch of 1, whose places are said as to flash attention, by
-    `cu_seq_lens_q`, `cu_seq_lens_k` and `max_length_q`. Refuses by `UnsupportedError` what the kernels do not compute:
-    padding, packed sequences that position_ids alone tell apart, custom masks, static caches, dropout, position biases,
-    sinks, and attention weights.
+    with windows too, in float16 and bfloat16; and sequences packed in a batch of 1, whose places are said as to flash
+    attention, by `cu_seq_lens_q`, `cu_seq_lens_k` and `max_length_q`. Refuses by `UnsupportedError` what the kernels do
+    not compute: padding, packed sequences that position_ids alone tell apart, custom masks, static caches, dropout,
+    position biases, sinks, sparse indices, and attention weights.
 
     Raises:
         MissingPackageError: transformers is not installed, or too old.
