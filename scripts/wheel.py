@@ -21,5 +21,5 @@ class Hook(BuildHookInterface[Any]):
         root = Path(self.root)
         if version == "editable":
             return
-        for path in (root / "kernels", *root.glob("data/*/tuned.json")):
+        for path in (root / "kernels", root / "data" / "main_gpu", *root.glob("data/*/tuned.json")):
             build_data["force_include"][str(path)] = f"{INSTALLED}/{path.relative_to(root).as_posix()}"

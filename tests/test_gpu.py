@@ -93,6 +93,7 @@ class _Tensor:
         self.written_on.append(self.torch.streams[-1])
 
     __setitem__ = lambda self, _, to: self.copy_(to)  # noqa: E731
+    is_inference = lambda _: False  # noqa: E731
 
 
 _Tensor.__module__ = "torch"
@@ -159,6 +160,8 @@ def _fake_torch(**fields: Any) -> Any:
         "device": SimpleNamespace(type="cuda", index=1),
         "layout": "torch.strided",
         "is_nested": False,
+        "is_neg": lambda: False,
+        "_is_zerotensor": lambda: False,
         "dtype": "torch.bfloat16",
         "shape": (1, 2, 3, 64),
         "stride": lambda: (384, 192, 64, 1),

@@ -34,6 +34,7 @@ def _record(attention: str, phase: str, seconds: float, **fields: Any) -> ModelR
     return ModelRun.model_validate({**whole, "attention": attention, "phase": phase, **fields})
 
 
+@pytest.mark.filterwarnings("default")  # transformers 5.24 has another name for past_key_values
 def test_every_attention_runs_the_same_model(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
     pytest.importorskip("transformers", reason="needs transformers: pip install transformers")

@@ -25,6 +25,7 @@ import flashlab
 from flashlab.core.paths import ROOT
 from flashlab.kernels.registry import STAGES
 from flashlab.record import store
+from flashlab.run import gpu
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -161,7 +162,9 @@ def test_a_wheel_works_away_from_the_checkout(tmp_path: Path, monkeypatch: pytes
         assert (refused.returncode, refused.stdout) == (1, ""), needs
         assert refused.stderr.startswith("flashlab: needs the checkout: wanted its "), (needs, refused.stderr)
     assert sorted((tmp_path / "flashlab" / "installed").rglob("*")) == before
-    assert run("explain", "16x16x2048x64", "--gpu", "nvidia-h200").returncode == 0
+    assert run("explain", "16x16x2048x64", "--gpu", "nvidia-h100-80gb-hbm3").returncode == 0
+    explained = run("explain", "16x16x2048x64").stdout
+    assert gpu.available() is None or f" on {store.gpus()[0]}" in explained, explained
     if not whole:
         return
     checked = run("check", "00", "--on", "cpu", "--length", "1x1", "--dtype", "float16", "--mask", "full")

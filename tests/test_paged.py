@@ -506,3 +506,8 @@ def test_copies_are_made_anew_in_place_where_their_tensors_were_written_to(monke
     copies.refresh()
     assert (len(calls), copy.tolist()) == (2, [2, 10, 2])
     assert copies.made["K"][0] is copy
+    with torch.inference_mode():  # its tensors do not say whether they were written to
+        copies = TorchCopies({"K": torch.ones(3)}, lambda x: (x * 2,), 0)
+        copies.made["K"][0][0] = 0
+        copies.refresh()
+    assert copies.made["K"][0].tolist() == [2, 2, 2]

@@ -189,6 +189,8 @@ def test_check_reads_the_numbers_back(driver: Driver, monkeypatch: pytest.Monkey
 def test_a_repeated_call_does_little(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted, not timed: Python functions entered, and nothing asked of the file system."""
     q, k, v = qkv()
+    out = torch.empty_like(q)
+    monkeypatch.setattr(torch, "empty_like", lambda *_, **__: out)  # on a GPU torch's pool hands out the same memory
     for _ in range(2):
         attention(q, k, v, stage=MAPPED)
     for owner, name in ((choice, "stamp"), (recipes, "stamps")):
@@ -280,6 +282,14 @@ def test_what_a_first_call_refuses_a_repeated_one_does(driver: Driver) -> None:
     assert len(driver.launches) == count + 1
 
 
+@pytest.mark.parametrize("make", [torch._neg_view, lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype)])
+def test_a_tensor_whose_memory_is_not_its_numbers_is_like_no_other(driver: Driver, make: Any) -> None:
+    """By shape, strides and type it is one that was launched before; `prepare` refuses it."""
+    q, k, v = qkv()
+    for inputs in ((make(q), k, v), (q, make(k), v)):
+        assert recipes.kept(inputs, None, (), None) == (None, [], None)
+
+
 def test_streams_and_graphs_have_counters_of_their_own(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = qkv()
     monkeypatch.setattr(gpu, "graph_id", lambda stream: (driver.capturing, stream))
@@ -354,7 +364,6 @@ def test_calls_over_pages_repeat_too(driver: Driver, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(PagedLaunch, "made", made, raising=False)
     monkeypatch.setattr(gpu, "Launch", PagedLaunch)
     monkeypatch.setattr(gpu, "most_splits", lambda *_: 8)
-    monkeypatch.setattr(arrays, "runs_on", lambda *_: "gpu")
 
     def call(pages: int = 4) -> tuple[Any, ...]:
         pools = [torch.zeros(9, 2, 16, 64, dtype=torch.float16) for _ in "KV"]
@@ -397,9 +406,9 @@ def launches(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any,
     monkeypatch.setattr(gpu, "Launch", Noted)
     monkeypatch.setattr(gpu, "load", lambda cubin, device, smem_bytes=0: SimpleNamespace(device=device, cubin=cubin))
     monkeypatch.setattr(gpu, "most_splits", lambda *_: 8)
-    monkeypatch.setattr(arrays, "runs_on", lambda *_: "gpu")
-    for module in (paged, fp8):
+    for module in (arrays, paged, fp8):
         monkeypatch.setattr(module, "on_device", arrays.on_device)
+        monkeypatch.setattr(module, "torch_stream", lambda *_: nullcontext())
     for name in ("as_tensor", "full"):  # which a stage puts on its GPU
         made = getattr(torch, name)
         monkeypatch.setattr(torch, name, lambda *args, made=made, device=None, **how: made(*args, **how))

@@ -113,6 +113,8 @@ def test_gradients_are_refused_with_what_works() -> None:
         (lambda x: x.to("meta"), "got a torch tensor on meta, which holds no numbers"),
         (lambda x: x.to_sparse(), r"got a torch tensor with layout torch.sparse_coo. `[qkx].to_dense\(\)`"),
         (lambda x: torch.nested.nested_tensor([x[0], x[1]]), "got a nested tensor. `flashlab.varlen_attention` takes"),
+        (torch._neg_view, r"other sign. `[qkx].resolve_neg\(\)` makes one"),
+        (lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype), r"without memory. `[qkx].clone\(\)` makes one"),
     ],
 )
 def test_tensors_without_strides_in_memory_are_refused_with_what_works(make: Any, words: str) -> None:
@@ -201,6 +203,8 @@ def test_what_tracing_sees() -> None:
             flashlab.torch.attention(*arrays[:2], arrays[2].float())
         with pytest.raises(errors.ShapeError, match="q: wanted 4 dimensions"):
             flashlab.torch.attention(arrays[0][0], *arrays[1:])
+    out = flashlab.torch.attention(*(x.bfloat16() for x in (q, k, v)))  # as of a model on meta
+    assert (out.device.type, out.shape, out.dtype) == ("meta", q.shape, torch.bfloat16)
 
 
 # --- transformers ---
@@ -260,6 +264,31 @@ def test_a_model_with_windows_says_the_same_as_eager(kind: str) -> None:
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", ["ModernBert", "T5Gemma"])
+def test_an_encoder_with_windows_says_the_same_as_eager(kind: str) -> None:
+    """Their layers hand on another number for the same window; that of the mask counts."""
+    transformers = pytest.importorskip("transformers")
+    flashlab.torch.register()
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "pad_token_id": 0}
+    if kind == "ModernBert":
+        model = transformers.ModernBertModel(transformers.ModernBertConfig(**sizes, local_attention=8))
+    else:
+        sizes |= {"num_key_value_heads": 1, "head_dim": 64, "sliding_window": 4}
+        config = transformers.T5GemmaConfig(encoder=sizes, decoder=sizes, vocab_size=128)
+        model = transformers.T5GemmaModel(config).encoder
+    model, said = model.to(torch.float16).eval(), {}
+    for name in ("eager", "flashlab"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            said[name] = model(IDS).last_hidden_state
+    torch.testing.assert_close(said["flashlab"], said["eager"], atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("kind", ["Llama", *shared.WINDOWED_MODELS])
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_packed_sequences_are_apart_from_each_other(kind: str, use_cache: bool) -> None:
@@ -269,6 +298,7 @@ def test_packed_sequences_are_apart_from_each_other(kind: str, use_cache: bool) 
     else:
         model = shared.windowed(torch, kind, 8).to(torch.float16)
     transformers = pytest.importorskip("transformers")
+    flashlab.torch.register()
     collate = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
     lengths = (19, 1, 7, 12)
     batch = collate([{"input_ids": IDS[0, :length]} for length in lengths])
@@ -348,7 +378,7 @@ def test_a_model_refuses_padding_static_caches_and_gradients(llama: Any) -> None
     padded = torch.ones_like(IDS)
     padded[0, :3] = 0
     with torch.no_grad():
-        with pytest.raises(errors.UnsupportedError, match=r"with padding.*attn_implementation='sdpa' takes it"):
+        with pytest.raises(errors.UnsupportedError, match=r"with padding.*='sdpa' or 'eager' takes it"):
             model(IDS, attention_mask=padded)
         with pytest.raises(errors.UnsupportedError, match=r"mask of shape \(2, 1, 19, 19\)"):
             model(IDS, attention_mask=torch.ones(2, 1, 19, 19, dtype=torch.bool))
@@ -364,7 +394,12 @@ def test_a_model_refuses_padding_static_caches_and_gradients(llama: Any) -> None
     ("options", "words"),
     [
         ({"dropout": 0.1}, "wanted dropout 0, got dropout 0.1"),
-        ({"position_bias": 1}, "position_bias"),
+        ({"position_bias": 1}, "position_bias=1"),
+        ({"position_bias": torch.zeros(1, 4, 40, 50)}, "got position_bias"),
+        ({"s_aux": torch.zeros(4)}, "got s_aux. attn_implementation='sdpa' or 'eager' takes it"),  # sdpa has no sinks
+        ({"sinks": torch.zeros(1)}, "got sinks"),  # equal to False
+        ({"indices": torch.zeros(2, 40, 8)}, "got indices"),
+        ({"block_indices": torch.zeros(2, 4, 40, 8)}, "got block_indices"),
         ({"cu_seq_lens_q": [0, 3]}, "wanted cu_seq_lens_q, .* got packed sequences with cu_seq_lens_q alone"),
         (
             {"cu_seq_lens_q": [0], "cu_seq_lens_k": [0], "max_length_q": 1},
@@ -385,6 +420,11 @@ def test_what_the_kernels_do_not_compute_is_refused(options: dict[str, Any], wor
         ({"q_length": 1, "kv_length": 8, "q_offset": 20, "kv_offset": 13, "local_size": 8}, None),
         ({"q_length": 9, "kv_length": 9, "local_size": 8, "config": SimpleNamespace(sliding_window=8)}, None),
         ({"q_length": 5, "kv_length": 9, "allow_is_bidirectional_skip": True}, None),
+        ({"q_length": 9, "kv_length": 9, "allow_is_bidirectional_skip": True, "local_size": 9}, None),
+        (
+            {"q_length": 5, "kv_length": 9, "allow_is_bidirectional_skip": True, "local_size": 8},
+            "wanted a window that ends at the last key, got 5 queries and 9 keys",
+        ),
         ({"q_length": 5, "kv_length": 64}, "dynamic cache"),
         ({"q_length": 5, "kv_length": 5, "allow_is_causal_skip": False}, "custom mask"),
         ({"q_length": 9, "kv_length": 9, "local_size": 8, "config": SimpleNamespace()}, "chunks of 8 over 9 keys"),

@@ -36,8 +36,8 @@ __all__ = ["attention", "register"]
 
 NAME = "flashlab"
 """Of the operators' namespace, and of the attention in transformers."""
-_INSTEAD = "attn_implementation='sdpa' takes it"
-_REFUSED = ("position_bias", "s_aux", "cache", "output_attentions")
+_INSTEAD = "attn_implementation='sdpa' or 'eager' takes it"
+_REFUSED = ("position_bias", "s_aux", "sinks", "indices", "block_indices", "cache", "output_attentions")
 """Options of attention in transformers that change its result, or ask for another one."""
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q")
 """Those that say where the sequences of a packed batch begin."""
@@ -64,7 +64,7 @@ def _define(name: str, call: Callable[..., Any], inputs: str, *, causal: bool, d
     def above(*args: Any) -> Any:
         # Here alone the wrappers of torch.func still say that they want a gradient. What is plain takes no second way
         # through the dispatcher: `call` refuses its gradients.
-        plain = type(args[0]) is type(args[1]) is type(args[2]) is torch.Tensor
+        plain = type(args[0]) is type(args[1]) is type(args[2]) is torch.Tensor and not args[0].is_meta
         if plain and not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None:
             return real(*args)
         arrays.refuse_gradients(**dict(zip(names, args, strict=False)))
@@ -173,10 +173,10 @@ def register() -> None:
     """Make `attn_implementation="flashlab"` known to Hugging Face transformers; a second time changes nothing.
 
     Takes causal prefill, decoding with a dynamic cache, grouped-query heads, sliding windows, soft caps, and encoders,
-    in float16 and bfloat16; and sequences packed in a batch of 1, whose places are said as to flash attention, by
-    `cu_seq_lens_q`, `cu_seq_lens_k` and `max_length_q`. Refuses by `UnsupportedError` what the kernels do not compute:
-    padding, packed sequences that position_ids alone tell apart, custom masks, static caches, dropout, position biases,
-    sinks, and attention weights.
+    with windows too, in float16 and bfloat16; and sequences packed in a batch of 1, whose places are said as to flash
+    attention, by `cu_seq_lens_q`, `cu_seq_lens_k` and `max_length_q`. Refuses by `UnsupportedError` what the kernels do
+    not compute: padding, packed sequences that position_ids alone tell apart, custom masks, static caches, dropout,
+    position biases, sinks, sparse indices, and attention weights.
 
     Raises:
         MissingPackageError: transformers is not installed, or too old.
@@ -221,13 +221,15 @@ def _transformers_mask(
     config: Any = None,
     mask_function: Any = None,
     use_vmap: bool = False,
+    device: Any = None,
     **_: Any,
 ) -> Any:
-    """None, for no mask, which is what transformers wants where the kernel's own mask is the right one; an empty one
-    where it is within each sequence of a packed batch.
+    """None, for no mask, which is what transformers wants where the kernel's own mask is the right one; one without
+    elements where it is within each sequence of a packed batch, (0,), or an encoder's window, (0, keys to either side).
 
-    The window of a layer, `local_size`, comes to the kernel with the layer's `sliding_window`. Chunks have a
-    `local_size` too, which no layer hands on.
+    The window of a decoder's layer, `local_size`, comes to the kernel with the layer's `sliding_window`. Of encoders,
+    some layers hand on as many keys as the mask has to either side, and some one more. Chunks have a `local_size` too,
+    which no layer hands on.
 
     Raises:
         UnsupportedError: it is not.
@@ -237,24 +239,29 @@ def _transformers_mask(
             raise _refuse("an attention_mask whose padding cannot be looked for while tracing", "attention_mask=None")
         if not bool(attention_mask.all()):
             raise _refuse("an attention_mask with padding", "sequences without padding")
-    if local_size is not None and kv_length > local_size != getattr(config, "sliding_window", None):
-        raise _refuse(f"chunks of {local_size} over {kv_length} keys")
+    at_end = not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
+    windowed = local_size is not None and kv_length > local_size
     if allow_is_bidirectional_skip:
-        return
+        if windowed and not at_end:
+            raise _refuse(f"{q_length} queries and {kv_length} keys with another", "a window that ends at the last key")
+        return torch.empty(0, local_size, dtype=torch.bool, device=device) if windowed else None
+    if windowed and local_size != getattr(config, "sliding_window", None):
+        raise _refuse(f"chunks of {local_size} over {kv_length} keys")
     if not allow_is_causal_skip:
         if torch.compiler.is_compiling():
             raise _refuse("a custom mask, or positions that cannot be looked at while tracing", "use_cache=True")
         if use_vmap or not _is_packed(mask_function):
             raise _refuse("a custom mask or a static cache")
         return torch.empty(0, dtype=torch.bool)
-    if isinstance(q_offset, torch.Tensor) or q_offset + q_length != kv_offset + kv_length:
+    if not at_end:
         raise _refuse("more keys than tokens so far, as in a static cache", "a dynamic cache")
+    return None
 
 
 def _is_packed(mask_function: Any) -> bool:
     """Whether a mask of transformers is of sequences that it told apart by their position_ids, and of nothing else."""
     inside = inspect.getclosurevars(mask_function).nonlocals if callable(mask_function) else {}
-    made_by = [part.__qualname__.partition(".")[0] for part in inside.get("mask_functions", ())]
+    made_by = sorted(part.__qualname__.partition(".")[0] for part in inside.get("mask_functions", ()))
     return made_by == ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]
 
 
@@ -273,18 +280,21 @@ def _transformers_attention(
 ) -> tuple[Any, None]:
     """transformers' attention on (batch, heads, length, head_dim): (batch, length, heads, head_dim), and no weights."""
     packed: dict[str, Any] = {name: options[name] for name in _PACKED if options.get(name) is not None}
+    # A query's own key counts in theirs.
+    window = None if sliding_window is None else sliding_window - 1
     if attention_mask is not None and attention_mask.numel():
         raise _refuse("a mask of shape " + str(tuple(attention_mask.shape)))
+    if attention_mask is not None and attention_mask.dim() == 2:  # see `_transformers_mask`
+        attention_mask, window = None, attention_mask.shape[1]
     if len(packed) < len(_PACKED) and (packed or attention_mask is not None):
         raise _refuse(f"packed sequences with {' and '.join(packed) or 'position_ids'} alone", _PACK)
     if dropout:
         raise _refuse(f"dropout {dropout}", "dropout 0")
     for name in _REFUSED:
-        if options.get(name) not in (None, False):
-            raise _refuse(f"{name}={options[name]!r}")
+        option = options.get(name)
+        if option is not None and option is not False:  # not `in`: a tensor compares its elements, and 0 equals False
+            raise _refuse(name if isinstance(option, torch.Tensor) else f"{name}={option!r}")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    # A query's own key counts in theirs. Encoders look as far ahead as back.
-    window = None if sliding_window is None else sliding_window - 1
     if packed:
         if len(query) != 1:
             raise _refuse(f"packed sequences in a batch of {len(query)}", "all of them in a batch of 1")

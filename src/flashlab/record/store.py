@@ -286,8 +286,13 @@ def gpus(data: Path = DATA, folder: str = "runs") -> tuple[str, ...]:
         return ()
     found = {p.name: files(p / folder) for p in data.iterdir() if _is_slug(p.name) and not p.is_symlink()}
     sizes = {name: sum(path.stat().st_size for path in paths) for name, paths in found.items() if paths}
-    main = (data / MAIN).read_text(encoding="utf-8").strip() if (data / MAIN).is_file() else ""
+    main = main_gpu(data)
     return tuple(sorted(sizes, key=lambda name: (name != main, -sizes[name], name)))
+
+
+def main_gpu(data: Path = DATA) -> str:
+    """The GPU that `data/main_gpu` names; empty where there is no such file."""
+    return (data / MAIN).read_text(encoding="utf-8").strip() if (data / MAIN).is_file() else ""
 
 
 def folders(data: Path = DATA) -> tuple[str, ...]:

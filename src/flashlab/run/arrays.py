@@ -166,7 +166,7 @@ def refuse_gradients(**arrays: Any) -> None:
 
 
 def _refuse_no_strides(tensor: Any, name: str, wanted: str) -> None:
-    """Refuse a torch tensor whose numbers do not lie in memory with strides: DeviceError."""
+    """Refuse a torch tensor whose numbers do not lie in memory with strides, as they are: DeviceError."""
     if tensor.is_nested:
         got = (
             "a nested tensor. `flashlab.varlen_attention` takes sequences of lengths of their own, packed in one tensor"
@@ -175,6 +175,10 @@ def _refuse_no_strides(tensor: Any, name: str, wanted: str) -> None:
         got = "a torch tensor on meta, which holds no numbers. One in host memory or on a GPU works"
     elif _text(tensor.layout) != "torch.strided":
         got = f"a torch tensor with layout {tensor.layout}. `{name}.to_dense()` makes one with strides"
+    elif tensor.is_neg():
+        got = f"a torch tensor whose memory has its numbers with the other sign. `{name}.resolve_neg()` makes one"
+    elif tensor._is_zerotensor():
+        got = f"a torch tensor of zeros without memory. `{name}.clone()` makes one"
     else:
         return
     raise DeviceError(f"{name}: wanted {wanted}, got {got}.")
@@ -350,12 +354,13 @@ class TorchCopies:
     def _enqueued(self) -> AbstractContextManager[None]:
         return torch_stream(self._stream, next(iter(self._sources.values())).device)
 
-    def _seen(self) -> list[int]:
-        return [source._version for source in self._sources.values()]
+    def _seen(self) -> list[int | None]:
+        """How often each was written to; None of a tensor of inference mode, which does not say."""
+        return [None if source.is_inference() else source._version for source in self._sources.values()]
 
     def refresh(self) -> None:
         """Make them anew if need be."""
-        if self._versions == self._seen():
+        if None not in self._versions and self._versions == self._seen():
             return
         self._versions = self._seen()
         with self._enqueued():

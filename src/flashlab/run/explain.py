@@ -21,7 +21,7 @@ def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None
     """The choice for a problem on a GPU that need not be here, why, and the two that come next.
 
     Args:
-        gpu: folder name under data/; the GPU at hand where None, else the one with most records.
+        gpu: folder name under data/; the GPU at hand where None, else the main one.
         arch: its architecture, of a `gpu` that has no table and is not here.
 
     Returns:
@@ -67,7 +67,8 @@ def _device(gpu: str | None, arch: str | None, data: Path) -> tuple[str, str, in
     """Folder, architecture and SMs of the GPU to explain a choice for; None where its SMs are not known."""
     here = devices.info() if devices.available() is None else None
     tables = [name for name in store.gpus(data) if choice.path_of(name, data).is_file()]
-    tables += sorted({path.parent.name for path in data.glob(f"*/{choice.FILE}")} - {*tables})
+    others = {path.parent.name for path in data.glob(f"*/{choice.FILE}")} - {*tables}  # all of them, in a wheel
+    tables += sorted(others, key=lambda other: (other != store.main_gpu(data), other))
     name = gpu or (here.slug if here else next(iter(tables), None))
     if name is None:
         raise NoDataError(

@@ -280,8 +280,8 @@ def kept(
 ) -> tuple[Hashable | None, list[int], Recipe | None]:
     """The key under which `by_layout` has a call of torch tensors, their addresses, and its recipe.
 
-    No key where they are no such tensors, or want gradients. No recipe where none is kept, where a source was edited
-    since, and where `out` overlaps an input, which is the caller's to refuse.
+    No key where they are no such tensors, want gradients, or are not what is in their memory. No recipe where none is
+    kept, where a source was edited since, and where `out` overlaps an input, which is the caller's to refuse.
     """
     torch = sys.modules.get("torch")
     if torch is None or torch.autograd.forward_ad._current_level >= 0:  # there may be tangents, which are refused
@@ -292,9 +292,11 @@ def kept(
         # 1, 1.0 and True are one key, and one of them is no scale.
         key: tuple[Any, ...] = (*asked, *map(type, asked), *(sorted(params.items()) if params else ()))
         for x in inputs if out is None else (*inputs, out):
-            if type(x) is not tensor or x.requires_grad:
+            if type(x) is not tensor or x.requires_grad or x.is_neg():
                 return None, [], None
             address = x.data_ptr()
+            if not address:  # torch has tensors of zeros without memory
+                return None, [], None
             addresses.append(address)
             key = (key, x.shape, x.stride(), x.dtype, x.device, address % ROW_ALIGNMENT_BYTES)
         recipe = by_layout.get(key)
