@@ -725,3 +725,25 @@ def test_a_later_check_of_a_few_problems_does_not_hide_a_whole_one(tmp_path: Pat
         rows = (CheckRow(stage="05_wmma", problem=problem, status="ok") for problem in problems)
         write_checks(folder / f"{run}.jsonl", rows)
     assert {line.header.run for line in select.newest_checks("nvidia-h200", tmp_path)["05_wmma"]} == {later}
+
+
+def test_a_ratio_says_which_of_the_fastest_libraries_its_run_left_out(tmp_path: Path) -> None:
+    run, other = "20260102T030000Z-0123abc", "20260101T030000Z-0123abc"
+    longer = Problem.parse("16x16x4096x64")
+    _write(tmp_path, run, _timed("01_coalesced", FIRST, run, 100.0), _timed("sdpa", FIRST, run, 120.0))
+    assert _against(tmp_path)["float16", "full"].not_timed == ()  # no other library is on record
+    _write(
+        tmp_path,
+        other,
+        _timed("01_coalesced", longer, other, 400.0),
+        _timed("fa4", longer, other, 440.0),
+        _timed("sdpa_cudnn", longer, other, 450.0),
+        _timed("sdpa_flash", longer, other, 900.0),
+    )
+    found = {one.problem: one for one in contests.against_peers(GPU, tmp_path)}
+    assert found[longer].not_timed == ()
+    assert found[FIRST].not_timed == ("fa4",)  # cuDNN is what torch chooses, and sdpa_flash is never the fastest
+    assert found[FIRST].flat()["not_timed"] == ["fa4"]
+    said = tables.against([*found.values()])
+    assert "At 1 of these problems the run left out" in said
+    assert "without FlashAttention-4" in tables.table(tables.AGAINST, [found[FIRST]])

@@ -147,13 +147,15 @@ def _against_peers(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Seque
             "problem": "problem",
             "stage": lambda row: row["best_stage"] or row["reason"],
             **dict(zip(("stage µs", "% of peak", "library", "library µs", "% of its peak"), of_best, strict=True)),
+            "library": lambda row: f"{row['best_peer']} †" if row["not_timed"] else row["best_peer"],
             **{"ratio": "ratio", "with lse alike": "adjusted_ratio", "to fa3 or cuDNN": "against_named.burst.ratio"},
             **{"sustained ratio": "sustained.ratio", "with lse alike, sustained": "sustained.adjusted_ratio"},
             **{"to fa3 or cuDNN, sustained": "against_named.sustained.ratio", "worst layer": "worst_ratio"},
         },
         as_json=as_json,
         title=f"{gpu}, newest run {max(pair.run for pair in pairs)}: speed-up over the library (ratio of medians), on "
-        "normally distributed inputs of unit scale where a problem names no others",
+        "normally distributed inputs of unit scale where a problem names no others"
+        + ("; †: without a library that takes it, which --json names" if any(pair.not_timed for pair in pairs) else ""),
         document=flat,
     )
 

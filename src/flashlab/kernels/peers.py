@@ -326,6 +326,8 @@ def _triton_fa2_module() -> Any:
 # --- flash-attention --------------------------------------------------------------------------------------------------
 
 
+BESIDE = "sdpa"
+"""The library that a choice is held against: torch's SDPA, with its own choice of kernels."""
 FEW_ROWS = 64
 """Query rows below which a library that can split keys is let: decoding."""
 

@@ -15,16 +15,13 @@ from flashlab.core.errors import NoDataError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import AS_IN_A_MODEL, Cache, Problem
 from flashlab.kernels import registry
-from flashlab.kernels.peers import FEW_ROWS
+from flashlab.kernels.peers import BESIDE, FEW_ROWS
 from flashlab.kernels.registry import arch_for
 from flashlab.measure.tune import Items, Key, items
 from flashlab.record import schema, store
 from flashlab.record.schema import ChoiceRow, Measurement, Samples, Tuning
 from flashlab.run import choice
 from flashlab.run.choice import Choice
-
-BESIDE = "sdpa"
-"""The library that a choice is held against: torch's SDPA, with its own choice of kernels."""
 
 
 def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:

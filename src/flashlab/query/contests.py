@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
@@ -11,7 +12,8 @@ from pathlib import Path
 from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.paths import DATA
 from flashlab.core.problem import WITHOUT_FEATURES, Problem, Regime, suite
-from flashlab.kernels import registry
+from flashlab.kernels import peers, registry
+from flashlab.kernels.peers import BESIDE
 from flashlab.query.rows import grouped, sessions
 from flashlab.query.select import (
     LADDER,
@@ -33,6 +35,8 @@ from flashlab.record.schema import Measurement
 
 NAMED_PEERS = ("fa3", "sdpa_cudnn")
 """The libraries that the ladder's claim is about; `against_peers` holds the stages against every library too."""
+FASTEST = ("fa3", "fa4", "sdpa_cudnn")
+"""The libraries one of which is the fastest wherever there is much to do: a ratio to the fastest wants all of them."""
 REFERENCES = ("fa3", "fa4")
 """The libraries that errors are held against: the second where the wheel of the first lacks the element type."""
 RMS_AIM, LARGEST_AIM = 1.1, 1.25
@@ -108,6 +112,9 @@ class AgainstPeers:
     """As `sustained`, over the faster of `NAMED_PEERS` alone."""
     reason: str = ""
     """Why there is no ratio; empty where there is one."""
+    not_timed: tuple[str, ...] = ()
+    """Those of `FASTEST` that `run` has no time of, though they take the problem and have one elsewhere on record at
+    that head dim and element type: with one of them the ratio might be less."""
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -129,6 +136,7 @@ class AgainstPeers:
             "sustained_run": self.sustained.run if self.sustained else None,
             "dirty": self.dirty,
             "reason": self.reason,
+            "not_timed": list(self.not_timed),
             **(burst or dict.fromkeys(("best_stage", "best_peer", "ratio", "adjusted_ratio"))),
             "sustained": sustained,
             "against_named": {
@@ -200,6 +208,7 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
         asked = row.problem.inputs in inputs and not row.problem.features
         if session_of[row.run] in newer and asked and (row.kind == "peer" or row.name in registry.STAGES):
             by_run.setdefault(row.problem, {}).setdefault(row.run, {})[row.name] = row
+    able = _able(plain)
     found = []
     for problem in sorted(by_run, key=problem_order):
         runs = [list(by_name.values()) for by_name in by_run[problem].values()]
@@ -219,9 +228,26 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
                 named=_contest(named, "burst", second),
                 named_sustained=_contest(named_busy, "sustained", second),
                 reason="" if burst else f"no {lacking} has a time in that run",
+                not_timed=_not_timed(problem, able.get((problem.head_dim, problem.dtype), set()), chosen),
             )
         )
     return tuple(found)
+
+
+def _not_timed(problem: Problem, able: Iterable[str], rows: Iterable[Measurement]) -> tuple[str, ...]:
+    """Of libraries that take a problem, those without a time among rows; torch's own choice may be cuDNN."""
+    timed = {row.name for row in rows if is_library(row) and rate(row)}
+    timed |= {"sdpa_cudnn"} if BESIDE in timed else set()
+    return tuple(name for name in FASTEST if name in able and name not in timed and not peers.get(name).limits(problem))
+
+
+def _able(rows: Iterable[Measurement]) -> Mapping[tuple[int, str], set[str]]:
+    """By head dim and element type, those of `FASTEST` that have a time on record at some problem."""
+    found: dict[tuple[int, str], set[str]] = defaultdict(set)
+    for row in rows:
+        if row.name in FASTEST and rate(row):
+            found[row.problem.head_dim, row.problem.dtype].add(row.name)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

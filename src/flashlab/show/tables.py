@@ -429,6 +429,11 @@ def _with_worst(contest: contests.Contest | None) -> str | None:
     return f"{times(contest.ratio)}, {times(contest.worst_ratio)} on layer {contest.worst_layer}"
 
 
+def _titles(names: Iterable[str]) -> str:
+    """Libraries' names for people."""
+    return _listed([short_title(name) for name in names])
+
+
 def _side(which: str) -> tuple[Column, Column]:
     """The columns of one side of a contest in bursts: name and rate, and percent of the tensor cores' peak."""
 
@@ -436,7 +441,10 @@ def _side(which: str) -> tuple[Column, Column]:
         if one.burst is None:
             return one.reason if which == "stage" else None
         row = getattr(one.burst, which)
-        return f"{code(row.name) if which == 'stage' else short_title(row.name)} {number(select.rate(row))}"
+        if which == "stage":
+            return f"{code(row.name)} {number(select.rate(row))}"
+        without = f", without {_titles(one.not_timed)}" if one.not_timed else ""
+        return f"{short_title(row.name)} {number(select.rate(row))}{without}"
 
     return Column(f"{'library' if which == 'peer' else which}, TFLOP/s", said), Column(
         "of peak", lambda one: one.burst and contests.percent_of_peak(getattr(one.burst, which)), percent
@@ -467,6 +475,11 @@ def against(found: Sequence[contests.AgainstPeers]) -> str:
     ):
         if ratios := [(one.ratio, f" ({at.label}, over {short_title(one.peer.name)})") for at, one in contested if one]:
             said.append(f"{when} the best stage is faster than the best library at {standing(ratios)}")
+    if partly := [one for one in found if one.burst and one.not_timed]:
+        said.append(
+            f"At {len(partly)} of these problems the run left out one of {_titles(contests.FASTEST)} that takes such "
+            "problems; the table names it, and the ratio may be too high."
+        )
     return "\n".join(said)
 
 
@@ -487,11 +500,14 @@ def against_inputs(found: Iterable[contests.AgainstPeers], regime: Regime = "bur
     """
     labels = {(problem.shape, problem.mask, problem.dtype): problem.label for problem in contests.MAIN}
     by_kind: dict[str, dict[str, contests.Contest]] = {}
+    partly: dict[tuple[str, str], tuple[str, ...]] = {}
     for one in found:
         label = labels.get((one.problem.shape, one.problem.mask, one.problem.dtype))
         contest = one.burst if regime == "burst" else one.sustained
         if contest and label:
             by_kind.setdefault(one.problem.inputs, {})[label] = contest
+            if regime == "burst" and one.not_timed:
+                partly[one.problem.inputs, label] = one.not_timed
     if not by_kind.keys() - {NORMAL}:
         raise NoDataError(
             f"No {regime} ratios on inputs that are not normal are on record for this GPU yet: "
@@ -511,14 +527,19 @@ def against_inputs(found: Iterable[contests.AgainstPeers], regime: Regime = "bur
         def said(kind: str) -> str | None:
             contest = by_kind[kind].get(label)
             text = (_with_worst(contest) or "").replace(", ", ",<br>").replace(" on ", " on<br>")
-            return f"**{text}**" if contest and lowest(contest) < 1 else text or None
+            text = f"**{text}**" if contest and lowest(contest) < 1 else text
+            return f"{text} †" if (kind, label) in partly else text or None
 
         return Column(" ".join(word for word in label.split() if word not in common), said)
 
     first, *others = (label.split() for label in labels.values())
     common = [word for word in first if all(word in label for label in others)]
     rows = table((Column(f"{' '.join(common)}, {regime}", code), *map(column, labels.values())), order)
-    return f"{rows}\n{_stages_of(by_kind, order)}\n"
+    said = f"{rows}\n{_stages_of(by_kind, order)}\n"
+    if partly:
+        left_out = sorted({name for names in partly.values() for name in names})
+        said += f"\n† The run left out {_titles(left_out)}, which may be faster: the ratio may be too high.\n"
+    return said
 
 
 def _stages_of(by_kind: Mapping[str, Mapping[str, contests.Contest]], order: Iterable[str]) -> str:
