@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,12 +105,26 @@ def test_a_streams_memory_grows_and_its_counters_alone_are_zeroed(monkeypatch: p
     monkeypatch.setattr(gpu, "zeroed_of_graph", lambda device, size, stream: of_graphs.append(size) or -len(of_graphs))
     small, large = workspace(SHAPE, (4, 1, 1)), workspace(SHAPE, (264, 1, 1))
     asked = [(7, (2, 2)), (7, large), (7, small), (7, (2, 2)), (8, small), (7, large)]
-    got = [recipes.streams_work(None, 0, stream, words) for stream, words in asked]
+    got = [recipes.streams_work(None, 0, stream, words)[1] for stream, words in asked]
     assert got == [1, 2, 2, 1, 3, 2]  # what is all 0 is never what anything is left in
     captured = [(_CAPTURED, small), (_CAPTURED, small), (_CAPTURED, (2, 2)), (_CAPTURED + 1, small), (_CAPTURED, large)]
-    assert [recipes.streams_work(None, 0, stream, words) for stream, words in captured] == [-1, -1, -2, -3, -4]
+    assert [recipes.streams_work(None, 0, stream, words)[1] for stream, words in captured] == [-1, -1, -2, -3, -4]
     assert made == [(2, 2), large, small]
     assert of_graphs == [4 * small[0], 8, 4 * small[0], 4 * large[0]]
+
+
+def test_a_streams_memory_lives_until_it_is_launched_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread has found it, and another, which needs more on the same stream, gives it up before the first
+    launches."""
+    monkeypatch.setattr(recipes, "_works", Kept(8))
+    monkeypatch.setattr(recipes, "work_memory", lambda *_: (threading.Event(), 1))
+    monkeypatch.setattr(gpu, "stream_id", lambda stream: stream)
+    held, _ = recipes.streams_work(None, 0, 7, workspace(SHAPE, (4, 1, 1)))
+    alive = weakref.ref(held)
+    recipes.streams_work(None, 0, 7, workspace(SHAPE, (264, 1, 1)))
+    assert alive() is not None
+    del held
+    assert alive() is None
 
 
 # --- on the CPU -------------------------------------------------------------------------------------------------------

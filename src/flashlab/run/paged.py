@@ -359,8 +359,9 @@ def _run_on_gpu(
     faults = gpu.Zeroed(device, _FAULTS * recipes.WORD_BYTES, stream) if check else None
     addresses = [*(view.pointer for view in call.views.values()), lse.pointer if lse else 0]
     with gpu.context(device):
-        work = recipes.streams_work(call.views["Q"].owner, device, stream, recipe.words)
+        held, work = recipes.streams_work(call.views["Q"].owner, device, stream, recipe.words)
         recipes.Slot(recipe, [*addresses, work, faults.pointer if faults else 0], stream).launch()
+        del held  # not before: another thread may have given it up
     if faults:
         call.refuse(*("others" if count else "" for count in memoryview(faults.read()).cast("I")))
     return recipe

@@ -199,7 +199,8 @@ class Recipe:
             addresses.append(out.data_ptr())
         lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device) if return_lse else None
         addresses.append(0 if lse is None else lse.data_ptr())
-        addresses.append(streams_work(q, device, handle, self.words))
+        held, work = streams_work(q, device, handle, self.words)
+        addresses.append(work)
         try:
             slot = self._idle.pop()
         except IndexError:
@@ -209,6 +210,7 @@ class Recipe:
             if slot.stream != handle:
                 slot.stream, slot.launch = handle, slot.launch.on(handle)
         slot.launch()
+        del held  # not before: another thread may have found it too small, and have given it up
         self._idle.append(slot)  # the driver has copied the arguments
         return out if lse is None else (out, lse)
 
@@ -332,16 +334,16 @@ def work_memory(like: Any, device: int, stream: int, words: tuple[int, int]) -> 
     return memory, place.view(memory, "work").pointer
 
 
-def streams_work(like: Any, device: int, stream: int, words: tuple[int, int]) -> int:
-    """The address of memory that launches on a stream share, or those in a graph that it is captured into; 0 where they
-    count nothing, and `words` are none.
+def streams_work(like: Any, device: int, stream: int, words: tuple[int, int]) -> tuple[Any, int]:
+    """What holds the memory that launches on a stream share, or those in a graph that it is captured into, and its
+    address; 0 where they count nothing, and `words` are none.
 
     A graph may be launched on any stream, beside what runs on the one that it was captured on, so that it has memory of
     its own. Where a launch needs more than there is, it gets new memory, and a stream's old is given up behind the
-    launches that use it.
+    launches that use it: whoever launches holds on to it until then.
     """
     if not words[0]:
-        return 0
+        return None, 0
     stream_id = gpu.stream_id(stream)
     graph = gpu.graph_id(stream) if stream_id is None else None
     key = (device, graph or stream_id, words[0] == words[1])  # a kernel may want all of it 0, and leaves it so
@@ -352,4 +354,4 @@ def streams_work(like: Any, device: int, stream: int, words: tuple[int, int]) ->
         else:
             kept = (*work_memory(like, device, stream, words), words[0])
         _works.put(key, kept)
-    return kept[1]
+    return kept[:2]
