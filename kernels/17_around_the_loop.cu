@@ -1,9 +1,8 @@
 // 17_around_the_loop: a work tile begins and ends in less time. Parent: 16_ones_column.
 // Question: what do the beginning and the end of a work tile cost a kernel whose main loop is as fast as its GEMMs and softmax allow?
 // Change: K and V of the next work tile are fetched before its Q has come; in the first tile, P is rounded beside the exponentials, and
-//         only the columns that the mask cuts are compared; the next work tile is taken under the last PV GEMM; a row is divided by an
-//         approximate reciprocal, and its FP32 sum is added up over lanes for the log-sum-exp alone. Causal, the last heads' work tiles
-//         are ordered together, at least one for every block.
+//         only columns that the mask cuts are compared; the next work tile is taken under the last PV GEMM; a row is divided by an
+//         approximate reciprocal, its FP32 sum is for the log-sum-exp alone; causal, the last heads' work tiles are ordered together.
 // Layout: warpgroup 0 fetches, a warp Q, the others K and V; consumer c has rows 64·c onwards. site/stages/17_around_the_loop.md.
 // Requires: sm_90a.
 #define KNOWN_EARLY 1               // late_fetch.cuh

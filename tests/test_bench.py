@@ -21,6 +21,7 @@ from shared import Run, needs_compiler, read_run
 from synthetic import measurement
 from test_timer import Fake as FakeGpu
 
+from flashlab.build.compiler import Resources
 from flashlab.core import errors
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import peers, registry
@@ -943,7 +944,7 @@ class _Prepared:
         resources = dict.fromkeys(("registers", "spill_store_bytes", "spill_load_bytes", "stack_bytes"), 0)
         self.cubin = SimpleNamespace(
             sha256="0" * 64, arch="sm_90a", compiler="none", parameters=dict(how["params"]), options=(), entry="",
-            code=b"", resources=SimpleNamespace(**resources, static_smem_bytes=0),
+            code=b"", resources=Resources(**resources, static_smem_bytes=0),
         )  # fmt: skip
         self.launch_shape = SimpleNamespace(smem_bytes=0, threads=128, tile_q=64)
 

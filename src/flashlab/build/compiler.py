@@ -592,11 +592,12 @@ _ELSEWHERE = (
 
 def _run_nvrtc(request: _Request, *, ptx: bool = False) -> tuple[bytes | None, str]:
     """Machine code, or the PTX that ptxas makes it of, and the log; no code on an error."""
+    work = (request, ptx, (COMMON, *toolchain().include_dirs))
     if not any(name in sys.modules for name in _ALTERS_NVRTC):
-        return _run_here(request, ptx)
+        return _run_here(*work)
     done = subprocess.run(
         [sys.executable, "-c", _ELSEWHERE],
-        input=pickle.dumps((sys.path, pickle.dumps((request, ptx)))),
+        input=pickle.dumps((sys.path, pickle.dumps(work))),
         capture_output=True,
         check=False,
     )
@@ -608,7 +609,7 @@ def _run_nvrtc(request: _Request, *, ptx: bool = False) -> tuple[bytes | None, s
     return code, log
 
 
-def _run_here(request: _Request, ptx: bool) -> tuple[bytes | None, str]:
+def _run_here(request: _Request, ptx: bool, folders: Sequence[Path]) -> tuple[bytes | None, str]:
     # Not by cuda.core, which wants a driver for PTX and hands over an error's log in a message alone.
     from cuda.bindings import nvrtc
 
@@ -617,7 +618,7 @@ def _run_here(request: _Request, ptx: bool) -> tuple[bytes | None, str]:
         raise request.error(f"wanted {request.compiler}, which is installed, to compile it, got {loaded}", "")
 
     options = [option for option in request.options if not option.startswith("-I")]
-    options += [f"-I{path}" for path in (COMMON, *toolchain().include_dirs)]  # after the source's own folder
+    options += [f"-I{path}" for path in folders]  # after the source's own folder
     if ptx:
         options = [option.replace("architecture=sm_", "architecture=compute_") for option in options]
     options.append("--no-cache")  # where there is a driver, NVRTC keeps code by its PTX, and then ptxas reports nothing

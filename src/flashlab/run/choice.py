@@ -222,7 +222,7 @@ def _tables(gpu: str, arch: str, sm_count: int | None, data: Path) -> tuple[Tabl
         sms = abs(one.sm_count - (sm_count or one.sm_count))
         return (one.gpu != gpu, one.arch != arch, abs(major - other_major), abs(minor - other_minor), sms, one.gpu)
 
-    names = (path.parent.name for path in data.glob(f"*/{FILE}"))
+    names = {gpu, *(path.parent.name for path in data.glob(f"*/{FILE}"))}
     return tuple(sorted(filter(None, (table(name, data) for name in names)), key=far))
 
 
