@@ -606,9 +606,9 @@ def faults(stage: Stage) -> tuple[str, ...]:
     if not stage.source.is_file() or stage.kernel:
         return tuple(found)
     text = stage.source.read_text(encoding="utf-8")
-    mark, code = ('"""', "import triton") if stage.language == "triton" else ("// ", "#include")
-    header = text.split(code)[0]
-    if not header.startswith(f"{mark}{stage.id}: ") or header.count("\n") > 8:
+    mark, code = ('"""', "import triton") if stage.language == "triton" else ("// ", "\n#")
+    header = text.split(code)[0].strip()
+    if not header.startswith(f"{mark}{stage.id}: ") or header.count("\n") > 7:
         found.append(f"source: wanted a header of at most 8 lines that begins `{mark}{stage.id}: `")
     if stage.parent and f"Parent: {stage.parent}" not in header:
         found.append(f"source: wanted `Parent: {stage.parent}` in its header")
