@@ -343,11 +343,13 @@ def test_scripts_can_be_run() -> None:
         subprocess.run(["bash", "-n", str(path)], check=True)
 
 
-def test_ci_runs_every_test_once() -> None:
-    """`make test` by one side of a marker, then `make test-all` by the other, unless the first was slow."""
+def test_ci_runs_every_test() -> None:
+    """`make test` by one side of a marker, then `make test-all` by the other, unless the first was slow; and at last
+    the files some of whose tests want torch, which is installed for them."""
     makefile, ci = ((ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", ".ci/run"))
     ran = re.findall(r"^ *make (\S+)(?: ARGS='-m (.+?)')?", ci, re.MULTILINE)
-    assert ran == [("lint", ""), ("test", ""), ("test-all", "exhaustive")]
+    assert ran == [("lint", ""), ("test", ""), ("test-all", "exhaustive"), ("test", "")]
+    assert re.search(r"^if scripts/install\.sh dev transformers; then\n    make test ARGS=.+importorskip", ci, re.M)
     assert re.search(
         r"^if \(\(SECONDS < \d+\)\); then\n    make test-all .+\nelse\n    echo .left out: make test-all ", ci, re.M
     )
