@@ -376,6 +376,27 @@ def test_what_a_bench_measured_is_in_the_table_too(tmp_path: Path) -> None:
     assert {row.variants for row in measured} == {0}
 
 
+def test_stages_are_compared_by_runs_that_timed_several(tmp_path: Path) -> None:
+    """A newer run of one stage alone, on a slower machine, does not put it behind another."""
+    problem = Problem.parse("1x2x130x64")
+    folder = tmp_path / "nvidia-h200" / "runs"
+    folder.mkdir(parents=True)
+    (tmp_path / "nvidia-h200" / "tuning").mkdir()
+    store.append(tmp_path / "nvidia-h200" / "tuning" / f"{synthetic.RUN}.jsonl", record(STAGE.parameters(64), 10.0))
+    for name in ("01_coalesced", "08_swizzle"):
+        store.append(folder / f"{synthetic.RUN}.jsonl", synthetic.measurement(name, problem))
+    later = "20991231T000000Z-0123abc"
+    for name in ("01_coalesced", "02_half2"):
+        at = problem if name == "01_coalesced" else Problem.parse("1x2x131x64")
+        store.append(folder / f"{later}.jsonl", synthetic.measurement(name, at).model_copy(update={"run": later}))
+    made = {(row.stage, row.problem): row.run for row in tuned.rows("nvidia-h200", tmp_path) if not row.variants}
+    assert made == {
+        ("01_coalesced", problem): synthetic.RUN,
+        ("08_swizzle", problem): synthetic.RUN,
+        ("02_half2", Problem.parse("1x2x131x64")): later,
+    }
+
+
 @pytest.mark.parametrize("cache", AS_IN_A_MODEL)
 def test_few_rows_count_as_a_model_has_them_where_there_are_such_times(tmp_path: Path, cache: Cache) -> None:
     problem = Problem.parse("1x2x2x1x130x64")

@@ -1,7 +1,7 @@
 """The table of choices, data/<gpu>/tuned.json: made from the records and nothing else, and held against a library.
 
 Of every stage and problem it has the fastest variant of the newest round of tuning, and what the newest run of
-`flashlab bench` measured. run/choice.py reads it.
+`flashlab bench` measured that timed several stages. run/choice.py reads it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from flashlab.kernels import registry
 from flashlab.kernels.peers import BESIDE, FEW_ROWS
 from flashlab.kernels.registry import arch_for
 from flashlab.measure.tune import Items, Key, items
+from flashlab.query.rows import grouped
 from flashlab.record import schema, store
 from flashlab.record.schema import ChoiceRow, Measurement, Samples, Tuning
 from flashlab.run import choice
@@ -27,10 +28,11 @@ from flashlab.run.choice import Choice
 def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
     """The rows of a GPU's table, from the records alone; by stage, then problem.
 
-    Of each stage and problem the winner of the newest round that tuned it, and the newest run's measurement of it. What
-    a shape, a mask and an element type do not tell apart (records on other inputs) is left out, and so is what names
-    other tunables than the stage has. Where few query rows were timed as a model has them, in a step or else on
-    rotating keys and values (`AS_IN_A_MODEL`), those times count, and records without one are left out.
+    Of each stage and problem the winner of the newest round that tuned it, and the newest measurement of it in a run
+    that timed another stage there too, else the newest of all: two machines of one product differ by more than some
+    stages do. What a shape, a mask and an element type do not tell apart (records on other inputs) is left out, and so
+    is what names other tunables than the stage has. Where few query rows were timed as a model has them, in a step or
+    else on rotating keys and values (`AS_IN_A_MODEL`), those times count, and records without one are left out.
 
     Raises:
         NoDataError: no tuning of that GPU is on record.
@@ -59,12 +61,17 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
         of_round = by_run[max(by_run)]
         best = min(of_round, key=lambda one: _taken(one).median_us)
         made.append(_row(key, best.parameters, best, variants=len(of_round)))
-    newest: dict[Key, ChoiceRow] = {}
-    for one in measured:
-        if one.status == "ok" and one.cubin is not None and counts(one) and _fits(one.name, one.cubin.parameters):
+    able = [one for one in measured if one.status == "ok" and one.cubin is not None and counts(one)]
+    beside = grouped(able, lambda one: (one.run, one.problem))
+    taken: dict[Key, tuple[bool, str, ChoiceRow]] = {}
+    for one in able:
+        assert one.cubin is not None
+        if _fits(one.name, one.cubin.parameters):
             key = Key(one.name, one.problem)
-            newest[key] = _row(key, one.cubin.parameters, one, variants=0)
-    made += newest.values()
+            alone = len({other.name for other in beside[one.run, one.problem]}) == 1
+            made_of = (not alone, one.run, _row(key, one.cubin.parameters, one, variants=0))
+            taken[key] = max(taken.get(key, made_of), made_of, key=lambda of: of[:2])
+    made += [row for *_, row in taken.values()]
     return sorted(made, key=lambda row: (row.stage, row.problem, row.variants))
 
 
