@@ -36,7 +36,7 @@ import jinja2
 import pandas as pd
 
 from flashlab.build import compiler, sass
-from flashlab.core.errors import MissingPackageError, NoDataError, ReportError
+from flashlab.core.errors import DamagedRecordError, MissingPackageError, NoDataError, ReportError
 from flashlab.core.inputs import KINDS, NORMAL, TRAINED
 from flashlab.core.paths import DATA, NOTEBOOKS, ROOT, writable_dir
 from flashlab.core.problem import AS_IN_A_MODEL, DTYPES, MASKS, Cache, Problem, Regime, suite
@@ -429,10 +429,13 @@ def _about(out: Output) -> None:
 
 
 def _default(row: Measurement, data: Path) -> str:
-    """The stage that flashlab takes for a row's problem on its GPU, timed there or not."""
-    return choice.stage_for(
-        row.problem, row.gpu.slug, registry.arch_for(row.gpu.compute_capability), row.gpu.sm_count, data
-    ).id
+    """The stage that flashlab takes for a row's problem on its GPU, timed there or not; the last rung that runs it
+    where the table of choices is damaged, as the page about the data says."""
+    arch = registry.arch_for(row.gpu.compute_capability)
+    try:
+        return choice.stage_for(row.problem, row.gpu.slug, arch, row.gpu.sm_count, data).id
+    except DamagedRecordError:
+        return registry.best(row.problem, arch).id
 
 
 def _front_cards(
