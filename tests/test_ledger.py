@@ -65,6 +65,7 @@ def test_every_claim_is_read_once_with_its_rule_and_numbers() -> None:
     assert [str(number) for number in found["E06"].numbers] == ["20", "10–15", "10", "5"]
     assert found["E06"].units == ("%",) * 4
     assert found["B11"].units == ("registers", "KB", "bytes spilled")
+    assert [found[name].claimed for name in ("A15", "D08", "A16", "B07")] == ["×6000", "×6–8", "2e-3", "15–25 %"]
     assert found["B10"].numbers == (None,)
     assert len({claim.source.partition(" § ")[0] for claim in found.values()}) == 5
 
