@@ -747,3 +747,13 @@ def test_a_ratio_says_which_of_the_fastest_libraries_its_run_left_out(tmp_path: 
     said = tables.against([*found.values()])
     assert "At 1 of these problems the run left out" in said
     assert "without FlashAttention-4" in tables.table(tables.AGAINST, [found[FIRST]])
+
+
+def test_the_package_that_loads_stages_does_not_part_the_starts_of_a_library() -> None:
+    """What a call of a library, or a limit of the GPU, does not run makes no other code of it."""
+    row = measurement("sdpa", FIRST)
+    loads = {"cuda-core": "1.2.2", "nvidia-cuda-cuobjdump": "13.5.37"}
+    row = row.model_copy(update={"software": row.software | loads})
+    for name in row.software:
+        other = row.model_copy(update={"software": row.software | {name: "0.0.1"}})
+        assert select.same_code(row, other) is (name in {"flashlab", *loads}), name

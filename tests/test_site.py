@@ -122,7 +122,7 @@ def test_the_front_says_where_a_library_is_faster(tmp_path: Path) -> None:
     assert "| B16 H16 S2048 D64 causal float16 | ×0.800 |" in (snippets / "losses.md").read_text("utf-8")
     finding = (snippets / "front-finding.md").read_text("utf-8")
     assert "the newest version that was timed there" in finding
-    assert f"There flashlab runs [`{LAST}`](stages/{LAST}.md) by default, which that GPU has not timed yet." in finding
+    assert f"There flashlab runs [`{LAST}`](stages/{LAST}.md) by default, not timed there yet." in finding
     # By the table of choices, where there is one.
     stage, shape = registry.get("12_persistent"), problems[0]
     chosen = schema.ChoiceRow(

@@ -188,7 +188,8 @@ class Claim(BaseModel):
     def claimed(self) -> str:
         """The numbers and their unit, for people; empty where there is none."""
         unit = "/".join(dict.fromkeys(self.unit.split("/"))) if len(self.numbers) > 1 else self.unit
-        return f"{self.value} {unit}".replace("-", "–").replace("e–", "e-") if self.value else ""
+        value = self.value.replace("-", "–").replace("e–", "e-")
+        return f"×{value}" if value and unit == "x" else f"{value} {unit}".removesuffix(" abs") if value else ""
 
 
 def read(path: Path = CLAIMS) -> tuple[Claim, ...]:

@@ -123,12 +123,16 @@ def same_starts(first: Sequence[Sequence[T]], second: Sequence[Sequence[T]]) -> 
     return [[*ours, *theirs] for ours in first for theirs in second if _one_start(ours[0], theirs[0])]
 
 
+_STAGES_ALONE = {"flashlab", "cuda-core", "nvidia-cuda-cuobjdump"}
+"""Software that a library and a limit of the GPU do not run: what loads stages and reads their machine code."""
+
+
 def same_code(ours: Any, theirs: Any) -> bool:
     """Whether two records ran the same: machine code, or a library where no software that both name has changed."""
     if (cubin := getattr(ours, "cubin", None)) is not None:
         return bool(cubin == theirs.cubin)
     versions = ((name, theirs.software.get(name, version), version) for name, version in ours.software.items())
-    return all(name == "flashlab" or known == version for name, known, version in versions)
+    return all(name in _STAGES_ALONE or known == version for name, known, version in versions)
 
 
 def _one_start(record: Base, other: Base) -> bool:
