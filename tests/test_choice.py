@@ -138,6 +138,13 @@ def test_what_was_timed_and_not_tuned_decides_no_tunables(tmp_path: Path) -> Non
     assert choice.distance > 0, "a time with other tunables is not one of its own"
 
 
+def test_a_time_there_with_other_tunables_counts_before_one_of_another_type_with_the_same(tmp_path: Path) -> None:
+    there = [row(PERSISTENT, SMALL, 7.1), row(PINGPONG, SMALL, 6.7, variants=0, NUM_CONSUMERS=1)]
+    other_type = row(PINGPONG, replace(SMALL, dtype="bfloat16"), 6.9, run=NEW, NUM_CONSUMERS=2)
+    choice = first(SMALL, written(tmp_path, (*there, other_type)))
+    assert (choice.stage, choice.row, choice.parameters["NUM_CONSUMERS"]) == (PINGPONG, there[1], 2)
+
+
 def test_a_row_from_before_the_stage_changed_counts_for_nothing(tmp_path: Path) -> None:
     gone = row_of("11_pingpong", SMALL, {"GONE": 1}, 1.0, 64, 4, NEW)
     data = written(tmp_path, (*ROWS[:3], gone))
@@ -374,7 +381,7 @@ def plainly(
         values = stage.parameters(problem.head_dim, tuned_on.parameters if tuned_on else None)
         rows.sort(key=lambda row: row.run, reverse=True)
         far, row = min(
-            ((distance(row, sms) + 0.5 * (row.parameters != values), row) for row in rows), key=itemgetter(0)
+            ((distance(row, sms) + 0.25 * (row.parameters != values), row) for row in rows), key=itemgetter(0)
         )
         times = busiest(problem, row.tile_q, sm_count) / busiest(row.problem, row.tile_q, found.sm_count)
         fixed = tuned.FIXED_SHARE * found.least_us

@@ -16,8 +16,8 @@ become rows). For a problem p, three steps, each the same whether p is on record
    was measured at p comes before what is only foretold there, unless that is a great deal faster.
 
 The distance of two problems counts factors of two: of work tiles over SMs, kv_len, q_len and, by a quarter, query heads
-a KV head; another mask counts as three of them, another element type and other tunables as half of one each. Head dims
-must agree: they are other kernels.
+a KV head; another mask counts as three of them, another element type as half of one and other tunables as a quarter, so
+that a time from p itself comes first. Head dims must agree: they are other kernels.
 
 A GPU without a table gets that of its nearest kin: the same architecture, then the nearest compute capability, then the
 nearest number of SMs. Tunables are taken over within an architecture alone; on another one a stage has its defaults.
@@ -55,7 +55,7 @@ is fastest there (tests/test_choice.py)."""
 IDLE = 4.0
 """A stage's least time within so many times the least in the table is of a launch with next to nothing to do."""
 _GROUP_WEIGHT = 0.25
-_OTHER_MASK, _OTHER_DTYPE, _OTHER_TUNABLES = 3.0, 0.5, 0.5
+_OTHER_MASK, _OTHER_DTYPE, _OTHER_TUNABLES = 3.0, 0.5, 0.25
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
