@@ -217,6 +217,13 @@ def test_of_two_rows_at_a_problem_the_newer_one_tells_the_time(tmp_path: Path) -
     assert first(SMALL, data).row == newer
 
 
+def test_a_run_that_timed_two_stages_there_tells_their_times_before_a_newer_one_of_one(tmp_path: Path) -> None:
+    together = [row(PERSISTENT, SMALL, 7.1, variants=0), row(PINGPONG, SMALL, 6.9, variants=0)]
+    alone = row(PINGPONG, SMALL, 7.3, run=NEW)
+    choice = first(SMALL, written(tmp_path, (*together, alone)))
+    assert (choice.stage, choice.row, choice.tuned_on) == (PINGPONG, together[1], alone)
+
+
 def test_only_the_ladder_is_a_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     triton, dead = registry.get("t0_triton"), registry.get("branch_free")
     data = written(tmp_path, (*ROWS, row(triton, SMALL, 1.0), row(dead, SMALL, 1.0)))
@@ -379,7 +386,8 @@ def plainly(
         tried = [row for of in lenders for row in by_table[of.gpu] if row.variants and of.arch == arch]
         tuned_on = min(tried, key=distance, default=None)
         values = stage.parameters(problem.head_dim, tuned_on.parameters if tuned_on else None)
-        rows.sort(key=lambda row: row.run, reverse=True)
+        beside = {(row.run, row.problem) for row in found.rows if row.stage != stage.id}
+        rows.sort(key=lambda row: ((row.run, row.problem) in beside, row.run), reverse=True)
         far, row = min(
             ((distance(row, sms) + 0.25 * (row.parameters != values), row) for row in rows), key=itemgetter(0)
         )

@@ -122,7 +122,14 @@ class Table:
     @cached_property
     def _by_stage(self) -> Mapping[tuple[str, int], Sequence[tuple[int, int, Row]]]:
         found: dict[tuple[str, int], list[tuple[int, int, Row]]] = {}
-        for position, row in sorted(enumerate(self.rows), key=lambda one: one[1].run, reverse=True):
+        beside: dict[tuple[str, Problem], set[str]] = {}
+        for row in self.rows:
+            beside.setdefault((row.run, row.problem), set()).add(row.stage)
+
+        def order(one: tuple[int, Row]) -> tuple[bool, str]:
+            return len(beside[one[1].run, one[1].problem]) > 1, one[1].run
+
+        for position, row in sorted(enumerate(self.rows), key=order, reverse=True):
             stage, head_dim = registry.STAGES.get(row.stage) or registry.OFF_LADDER.get(row.stage), row.problem.head_dim
             if stage is not None and row.parameters.keys() == stage.params.keys():
                 place = self._places[head_dim][_place(row)]
@@ -130,7 +137,8 @@ class Table:
         return found
 
     def rows_of(self, stage: Stage, head_dim: int) -> Sequence[tuple[int, int, Row]]:
-        """A stage's rows of a head dim, the newest first: number of the place, position in the table, row.
+        """A stage's rows of a head dim, those of runs that timed another stage there first, and of these the newest:
+        number of the place, position in the table, row. Two machines of one product differ by more than some stages do.
 
         What names other tunables than the stage has (it has changed since) is none.
         """
@@ -346,7 +354,7 @@ def _choices(
         tuned_on = _tuned_on(stage, problem, lenders)
         taken = stage.parameters(problem.head_dim) if tuned_on is None else tuned_on.parameters
         far, row = math.inf, rows[0][2]
-        for place, _, other in rows:  # of rows that are equally near, the newest, which is the first
+        for place, _, other in rows:  # of rows that are equally near, the first
             apart = distances[place]
             if apart < far:
                 apart += _OTHER_TUNABLES * (other.parameters != taken)
