@@ -497,8 +497,8 @@ def test_explain_says_why_what_is_predicted_to_be_faster_is_not_taken(tmp_path: 
     (second,) = found["runners_up"]
     assert second["predicted_us"] < found["predicted_us"]
     assert found["reason"].endswith(
-        "; first of 2 stages, 1 of them timed there. 08_swizzle may take less, but what says so is of problems that "
-        "are farther away."
+        "; first of 2 stages, 1 of them timed there. 08_swizzle may take less, but what says so is of other tunables "
+        "or of a farther problem."
     )
 
 
