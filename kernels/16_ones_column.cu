@@ -519,7 +519,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   };
   bool more = take();
   while (more) {
-    if constexpr (WIDE) not_mine = passed_over();   // not before the output has left
+    if constexpr (WIDE) not_mine = passed_over();   // not before the output has left: registers are short
     for (; not_mine > 0; --not_mine) skip_tile();
     const int last_tile = first_tile(), last_whole = first_whole_tile();   // tiles come from the last to the first
     int tile = last_tile + num_tiles - 1;
@@ -562,7 +562,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
 
     // The last P·V. Under it the next work tile is waited for, and taken before the output leaves.
     Work done;
-    if constexpr (WIDE) done = give_back_Q();
+    if constexpr (WIDE) done = give_back_Q();   // there is one buffer: the next Q comes under the GEMM
     if (num_tiles > 0) {
       wait_for_V(kv.previous());
       ptx::wgmma_fence();

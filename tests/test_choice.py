@@ -138,6 +138,13 @@ def test_what_was_timed_and_not_tuned_decides_no_tunables(tmp_path: Path) -> Non
     assert choice.distance > 0, "a time with other tunables is not one of its own"
 
 
+def test_a_time_there_with_other_tunables_counts_before_one_of_another_type_with_the_same(tmp_path: Path) -> None:
+    there = [row(PERSISTENT, SMALL, 7.1), row(PINGPONG, SMALL, 6.7, variants=0, NUM_CONSUMERS=1)]
+    other_type = row(PINGPONG, replace(SMALL, dtype="bfloat16"), 6.9, run=NEW, NUM_CONSUMERS=2)
+    choice = first(SMALL, written(tmp_path, (*there, other_type)))
+    assert (choice.stage, choice.row, choice.parameters["NUM_CONSUMERS"]) == (PINGPONG, there[1], 2)
+
+
 def test_a_row_from_before_the_stage_changed_counts_for_nothing(tmp_path: Path) -> None:
     gone = row_of("11_pingpong", SMALL, {"GONE": 1}, 1.0, 64, 4, NEW)
     data = written(tmp_path, (*ROWS[:3], gone))
@@ -208,6 +215,13 @@ def test_of_two_rows_at_a_problem_the_newer_one_tells_the_time(tmp_path: Path) -
     newer = row(PINGPONG, SMALL, 7.0, variants=0, run=NEW, NUM_CONSUMERS=1)
     data = written(tmp_path, (row(PINGPONG, SMALL, 6.7, run=OLD, NUM_CONSUMERS=1), newer))
     assert first(SMALL, data).row == newer
+
+
+def test_a_run_that_timed_two_stages_there_tells_their_times_before_a_newer_one_of_one(tmp_path: Path) -> None:
+    together = [row(PERSISTENT, SMALL, 7.1, variants=0), row(PINGPONG, SMALL, 6.9, variants=0)]
+    alone = row(PINGPONG, SMALL, 7.3, run=NEW)
+    choice = first(SMALL, written(tmp_path, (*together, alone)))
+    assert (choice.stage, choice.row, choice.tuned_on) == (PINGPONG, together[1], alone)
 
 
 def test_only_the_ladder_is_a_candidate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,9 +386,10 @@ def plainly(
         tried = [row for of in lenders for row in by_table[of.gpu] if row.variants and of.arch == arch]
         tuned_on = min(tried, key=distance, default=None)
         values = stage.parameters(problem.head_dim, tuned_on.parameters if tuned_on else None)
-        rows.sort(key=lambda row: row.run, reverse=True)
+        beside = {(row.run, row.problem) for row in found.rows if row.stage != stage.id}
+        rows.sort(key=lambda row: ((row.run, row.problem) in beside, row.run), reverse=True)
         far, row = min(
-            ((distance(row, sms) + 0.5 * (row.parameters != values), row) for row in rows), key=itemgetter(0)
+            ((distance(row, sms) + 0.25 * (row.parameters != values), row) for row in rows), key=itemgetter(0)
         )
         times = busiest(problem, row.tile_q, sm_count) / busiest(row.problem, row.tile_q, found.sm_count)
         fixed = tuned.FIXED_SHARE * found.least_us
@@ -482,8 +497,8 @@ def test_explain_says_why_what_is_predicted_to_be_faster_is_not_taken(tmp_path: 
     (second,) = found["runners_up"]
     assert second["predicted_us"] < found["predicted_us"]
     assert found["reason"].endswith(
-        "; first of 2 stages, 1 of them timed there. 08_swizzle may take less, but what says so is of problems that "
-        "are farther away."
+        "; first of 2 stages, 1 of them timed there. 08_swizzle may take less, but what says so is of other tunables "
+        "or of a farther problem."
     )
 
 

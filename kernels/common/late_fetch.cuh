@@ -19,7 +19,7 @@ constexpr int Q_BUFFERS = HEAD_DIM > 128 ? 1 : Q_STAGES;
 #ifndef LAST_SECTION_FILLS
 #define LAST_SECTION_FILLS 0
 #endif
-constexpr int TAKE_AHEAD = 2;              // a work tile is taken when so many K/V tiles of the one before are left to fetch
+constexpr int TAKE_AHEAD = 2;              // a work tile is taken when so many K/V tiles of the one before follow the next to fetch
 constexpr long long L2_SHARE_BYTES = static_cast<long long>(L2_SHARE_MB) << 20;
 
 // A stage of a circular buffer, and the phase parity of its full barrier there.

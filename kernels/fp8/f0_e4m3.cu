@@ -330,7 +330,7 @@ __device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (
     }
     row_max = lanes_max<ROW_LANES>(row_max);
     if (!lost[h]) continue;
-    // Every P of the tile may be as large as the largest: the range must hold their sum too, which settles at 2^SETTLED at most.
+    // The largest P is then 2^SETTLED, which e4m3 holds: the chains may be above their limit, and move the row in its next tile.
     const float reference = (row_max == NEG_INF ? 0.0f : row_max) - SETTLED;
     const float factor = ptx::ex2_approx_ftz(fminf(rows.max[h] - reference, 0.0f));
     rows.max[h] = reference;

@@ -16,8 +16,8 @@ become rows). For a problem p, three steps, each the same whether p is on record
    was measured at p comes before what is only foretold there, unless that is a great deal faster.
 
 The distance of two problems counts factors of two: of work tiles over SMs, kv_len, q_len and, by a quarter, query heads
-a KV head; another mask counts as three of them, another element type and other tunables as half of one each. Head dims
-must agree: they are other kernels.
+a KV head; another mask counts as three of them, another element type as half of one and other tunables as a quarter, so
+that a time from p itself comes first. Head dims must agree: they are other kernels.
 
 A GPU without a table gets that of its nearest kin: the same architecture, then the nearest compute capability, then the
 nearest number of SMs. Tunables are taken over within an architecture alone; on another one a stage has its defaults.
@@ -55,7 +55,7 @@ is fastest there (tests/test_choice.py)."""
 IDLE = 4.0
 """A stage's least time within so many times the least in the table is of a launch with next to nothing to do."""
 _GROUP_WEIGHT = 0.25
-_OTHER_MASK, _OTHER_DTYPE, _OTHER_TUNABLES = 3.0, 0.5, 0.5
+_OTHER_MASK, _OTHER_DTYPE, _OTHER_TUNABLES = 3.0, 0.5, 0.25
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,7 +122,14 @@ class Table:
     @cached_property
     def _by_stage(self) -> Mapping[tuple[str, int], Sequence[tuple[int, int, Row]]]:
         found: dict[tuple[str, int], list[tuple[int, int, Row]]] = {}
-        for position, row in sorted(enumerate(self.rows), key=lambda one: one[1].run, reverse=True):
+        beside: dict[tuple[str, Problem], set[str]] = {}
+        for row in self.rows:
+            beside.setdefault((row.run, row.problem), set()).add(row.stage)
+
+        def order(one: tuple[int, Row]) -> tuple[bool, str]:
+            return len(beside[one[1].run, one[1].problem]) > 1, one[1].run
+
+        for position, row in sorted(enumerate(self.rows), key=order, reverse=True):
             stage, head_dim = registry.STAGES.get(row.stage) or registry.OFF_LADDER.get(row.stage), row.problem.head_dim
             if stage is not None and row.parameters.keys() == stage.params.keys():
                 place = self._places[head_dim][_place(row)]
@@ -130,7 +137,8 @@ class Table:
         return found
 
     def rows_of(self, stage: Stage, head_dim: int) -> Sequence[tuple[int, int, Row]]:
-        """A stage's rows of a head dim, the newest first: number of the place, position in the table, row.
+        """A stage's rows of a head dim, those of runs that timed another stage there first, and of these the newest:
+        number of the place, position in the table, row. Two machines of one product differ by more than some stages do.
 
         What names other tunables than the stage has (it has changed since) is none.
         """
@@ -346,7 +354,7 @@ def _choices(
         tuned_on = _tuned_on(stage, problem, lenders)
         taken = stage.parameters(problem.head_dim) if tuned_on is None else tuned_on.parameters
         far, row = math.inf, rows[0][2]
-        for place, _, other in rows:  # of rows that are equally near, the newest, which is the first
+        for place, _, other in rows:  # of rows that are equally near, the first
             apart = distances[place]
             if apart < far:
                 apart += _OTHER_TUNABLES * (other.parameters != taken)

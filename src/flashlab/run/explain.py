@@ -129,7 +129,7 @@ def reason(problem: Problem, ranking: Ranking, kin: str | None = None) -> str:
     faster = [other.stage.id for other in scaled if predicted_us(other, ranking.table) < least_us]
     text += f"; {'first' if faster else 'the least'} of {len(others) + 1} stages, {measured} of them timed there."
     if faster:
-        text += f" {', '.join(faster)} may take less, but what says so is of problems that are farther away."
+        text += f" {', '.join(faster)} may take less, but what says so is of other tunables or of a farther problem."
     if least_us > first.time_us:
         text += f" Scaled to this problem that is {first.time_us:.1f} µs, but no launch of {row.stage} on record took "
         text += f"less than {least_us:.1f} µs, which is predicted."
