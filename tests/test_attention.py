@@ -216,6 +216,16 @@ class _OnGpu:
     __cuda_array_interface__: ClassVar[dict[str, Any]] = {}
 
 
+class _Unexportable:
+    """An array that cannot be handed over, as JAX has them over several devices."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        raise BufferError("only unsharded arrays")
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise BufferError("only unsharded arrays")
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
@@ -228,7 +238,18 @@ class _OnGpu:
         ({"stage": "99_none"}, errors.UnknownStageError, "00_naive"),
         ({"params": {"NONE": 1}}, errors.ParameterError, "no parameter"),
         ({"q": np.zeros((1, 1, 1, 64), np.float32)}, errors.DTypeError, "float16 or bfloat16, got float32"),
-        ({"q": np.zeros((1, 1, 1, 64), ">f2")}, errors.DTypeError, "byte order"),
+        (
+            {"q": np.zeros((1, 1, 1, 64), ">f2")},
+            errors.DTypeError,
+            r'byte order, got >f2\. `q\.astype\("float16"\)` works',
+        ),
+        (
+            {"q": np.zeros((1, 1, 1, 64), [("x", "f2"), ("y", "u1")])["x"]},
+            errors.LayoutError,
+            r"strides of whole elements, got .* bytes\. `ascontiguousarray\(q\)` makes one",
+        ),
+        ({"q": _Unexportable()}, errors.DeviceError, "q: wanted a NumPy array, .* got _Unexportable: only unsharded"),
+        ({"k": _Unexportable()}, errors.DeviceError, "k: wanted a NumPy array, .* got _Unexportable: only unsharded"),
         ({"q": np.zeros((1, 1, 64), np.float16)}, errors.ShapeError, "4 dimensions"),
         (
             {"k": np.ma.zeros((1, 1, 1, 64), np.float16)},
@@ -329,7 +350,11 @@ def test_host_memory_is_refused_where_a_gpu_was_asked_for(device: str) -> None:
         ((*qkv()[:2], qkv(dtype="bfloat16")[2]), errors.DTypeError, "one type"),
         ((*qkv()[:2], qkv(device=1)[2]), errors.DeviceError, "got GPU 1"),
         ((*qkv()[:2], array(2, 4, 8, 64, strides=(2048, 512, 1, 8))), errors.LayoutError, "contiguous last dimension"),
-        ((array(2, 4, 8, 64, pointer=4097), *qkv()[1:]), errors.LayoutError, "multiple of 2"),
+        (
+            (array(2, 4, 8, 64, pointer=4097), *qkv()[1:]),
+            errors.LayoutError,
+            r"multiple of 2, got 0x1001\. A copy works",
+        ),
         (qkv(dim=80), errors.UnsupportedError, "head dim"),
         (qkv(dim=63), errors.UnsupportedError, "head dim"),
     ],

@@ -112,7 +112,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     }.items():
         monkeypatch.setattr(gpu, name, value)
     monkeypatch.setattr(arrays, "on_device", on_device)
-    monkeypatch.setattr(arrays, "_memory_of", lambda _: "gpu")
+    monkeypatch.setattr(arrays, "_memory_of", lambda *_: "gpu")
     monkeypatch.setattr(arrays, "current_stream", lambda *_: there.stream)
     monkeypatch.setattr(recipes, "work_memory", counters)
     monkeypatch.setattr(TensorMap, "encoded", lambda _, address: struct.pack("<Q", address).ljust(128, b"m"))

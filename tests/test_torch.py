@@ -115,6 +115,7 @@ def test_gradients_are_refused_with_what_works() -> None:
         (lambda x: torch.nested.nested_tensor([x[0], x[1]]), "got a nested tensor. `flashlab.varlen_attention` takes"),
         (torch._neg_view, r"other sign. `[qkx].resolve_neg\(\)` makes one"),
         (lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype), r"without memory. `[qkx].clone\(\)` makes one"),
+        (torch._subclasses.FakeTensorMode().from_tensor, "without memory, .* operators of `flashlab.torch` take"),
     ],
 )
 def test_tensors_without_strides_in_memory_are_refused_with_what_works(make: Any, words: str) -> None:
@@ -126,6 +127,20 @@ def test_tensors_without_strides_in_memory_are_refused_with_what_works(make: Any
     ):
         with pytest.raises(errors.DeviceError, match=words):
             call()
+
+
+def test_a_tensor_of_vmap_is_for_the_operators() -> None:
+    q, k, v = qkv()
+    with pytest.raises(errors.DeviceError, match=r"v: .* without memory, .* operators of `flashlab\.torch` take"):
+        torch.vmap(lambda x: flashlab.attention(q, k, x))(v[None])
+
+
+def test_a_type_that_numpy_lacks_is_advised_in_torchs_words() -> None:
+    q, k, v = qkv()
+    with pytest.raises(
+        errors.DTypeError, match=r"k: wanted float16 or bfloat16, got float8_e5m2\. `k\.half\(\)` works"
+    ):
+        flashlab.attention(q, k.to(torch.float8_e5m2), v)
 
 
 def _lost(call: Any, x: Any) -> dict[str, Any]:

@@ -344,7 +344,9 @@ def check_layout(name: str, array: DeviceArray, q: DeviceArray) -> None:
             f"be anything. `{name}.contiguous()` (torch) or `ascontiguousarray({name})` (NumPy, CuPy) makes one."
         )
     if array.pointer % array.itemsize:
-        raise LayoutError(f"{name}: wanted an address that is a multiple of {array.itemsize}, got {array.pointer:#x}")
+        raise LayoutError(
+            f"{name}: wanted an address that is a multiple of {array.itemsize}, got {array.pointer:#x}. A copy works."
+        )
 
 
 def check_out(out: DeviceArray, inputs: Mapping[str, DeviceArray], dtype: str | None = None) -> None:
