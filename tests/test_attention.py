@@ -257,6 +257,11 @@ class _Unexportable:
             r"k: wanted .* masked array.*`k.filled\(\)`",
         ),
         ({"out": np.zeros((1, 1, 1, 64), np.float32)}, errors.DTypeError, "out: wanted the type of q"),
+        (
+            {"q": np.zeros((1, 1, 0, 64), np.float16), "out": np.zeros((1, 1, 0, 64), np.float16)},
+            errors.ShapeError,
+            "q: wanted at least one element",
+        ),
         ({"q": np.zeros((1, 1, 1, 96), np.float16)}, errors.ShapeError, "head dim"),
     ],
 )

@@ -91,9 +91,9 @@ def plan(
     chosen = None if stage is None else registry.get(stage)
     inputs = {"q": q, "k": k, "v": v}
     arrays = inputs if out is None else {**inputs, "out": out}
+    problem = with_features(problem_of(inputs, causal, packed=cu_seqlens_q is not None), window, softcap)
     if out is not None:
         check_out(out, inputs)
-    problem = with_features(problem_of(inputs, causal, packed=cu_seqlens_q is not None), window, softcap)
     ends: dict[str, DeviceArray] = {}
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         problem = _varlen(problem, cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
