@@ -339,6 +339,12 @@ def _appended(library: str, **changed: Any) -> dict[str, Any]:
             "page_table: wanted int32, got float64",
         ),
         ("numpy", {"page_table": lambda x: x[0]}, errors.ShapeError, r"page_table: wanted \(batch, pages"),
+        (
+            "numpy",
+            {name: lambda x: np.repeat(x, 25, axis=2) for name in "kv"},
+            errors.ShapeError,
+            "k, v: wanted at most 48 new tokens, as the page table has room for, got 50",
+        ),
         ("numpy", {"k": lambda _: None}, errors.DeviceError, "all of one library, got .* NoneType as k,"),
         ("numpy", {"lengths": lambda x: x.tolist()}, errors.DeviceError, "all of one library, got .* list as lengths"),
         (
