@@ -329,7 +329,7 @@ def check_dtype(name: str, array: DeviceArray, *wanted: str) -> None:
     casts = {"float16": "half()", "float32": "float()", "int32": "int()"}
     cast_ = casts[wanted[0]] if array.library == "torch" else f'astype("{wanted[0]}")'
     works = f"`{name}.{cast_}` works."
-    if array.dtype == "float8_e4m3fn" and wanted[0] == "float16":
+    if array.dtype == "float8_e4m3fn" and name in ("q", "k", "v"):
         works = "`flashlab.fp8_attention` takes it, with its scale."
     raise DTypeError(f"{name}: wanted {' or '.join(wanted)}, got {array.dtype}. {works}")
 
