@@ -200,6 +200,19 @@ def test_a_row_that_sees_a_nan_is_nan_and_so_is_its_log_sum_exp(stage: registry.
 
 
 @needs_compiler
+@needs_compiler
+@pytest.mark.parametrize("scale", [1.0, -1.0])
+@pytest.mark.parametrize("stage", ["00_naive", "08_swizzle", "17_around_the_loop", "d0_split_kv", "d15_short_starts"])
+def test_scores_as_large_as_the_call_promises(stage: str, scale: float) -> None:
+    """Each query takes the value of its best key, by far: most stages round a row's reference to FP32."""
+    q, k, v = make_inputs(Problem.of(1, 2, 1, 16, 150, 64))
+    scores = scale * (q.astype(np.float64) @ k.astype(np.float64).swapaxes(2, 3))
+    factor = 2**27 / np.abs(scores).max()
+    out, lse = flashlab.attention(q, k, v, scale=scale * factor, stage=stage, return_lse=True)
+    assert np.array_equal(out, v[0, 0][scores.argmax(axis=3)])
+    assert np.allclose(lse, factor * scores.max(axis=3), rtol=1e-6, atol=0)
+
+
 def test_too_much_for_a_cpu_is_refused_with_an_estimate() -> None:
     q = np.zeros((1, 1, 1, 64), np.float16)
     long = np.broadcast_to(q, (64, 32, 8192, 64))
