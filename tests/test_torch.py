@@ -329,6 +329,18 @@ def test_packed_sequences_are_apart_from_each_other(kind: str, use_cache: bool) 
         assert float((logits - wanted).abs().max()) <= 4e-3 * scale
 
 
+@pytest.mark.parametrize(("sequences", "packed"), [([0, 0, 0], False), ([0, 1, 1], True)])
+def test_a_mask_of_one_sequence_is_the_kernels_own(sequences: list[int], packed: bool) -> None:
+    """While it traces, transformers takes every batch for a packed one."""
+    masking = pytest.importorskip("transformers.masking_utils")
+    positions, numbers = torch.arange(3)[None], torch.tensor([sequences])
+    remapped = masking.remap_positions_for_packed_sequence(masking.causal_mask_function, positions)
+    mask = masking.and_masks(remapped, masking.packed_sequence_mask_function(numbers))
+    call = {"q_length": 3, "kv_length": 3, "allow_is_causal_skip": False, "mask_function": mask}
+    made = flashlab.torch._transformers_mask(**call)
+    assert made.shape == (0,) if packed else made is None
+
+
 @needs_compiler
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_attention_has_the_bits_of_each_sequence(causal: bool) -> None:

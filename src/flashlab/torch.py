@@ -250,19 +250,25 @@ def _transformers_mask(
     if not allow_is_causal_skip:
         if torch.compiler.is_compiling():
             raise _refuse("a custom mask, or positions that cannot be looked at while tracing", "use_cache=True")
-        if use_vmap or not _is_packed(mask_function):
+        sequences = None if use_vmap else _sequences(mask_function)
+        if sequences is None:
             raise _refuse("a custom mask or a static cache")
-        return torch.empty(0, dtype=torch.bool)
+        if sequences.any():
+            return torch.empty(0, dtype=torch.bool)
     if not at_end:
         raise _refuse("more keys than tokens so far, as in a static cache", "a dynamic cache")
     return None
 
 
-def _is_packed(mask_function: Any) -> bool:
-    """Whether a mask of transformers is of sequences that it told apart by their position_ids, and of nothing else."""
+def _sequences(mask_function: Any) -> Any:
+    """The sequence of each token, from 0, where a mask of transformers tells them apart by their position_ids, and does
+    nothing else; None where it is another mask. While it traces, transformers takes every batch for a packed one."""
     inside = inspect.getclosurevars(mask_function).nonlocals if callable(mask_function) else {}
-    made_by = sorted(part.__qualname__.partition(".")[0] for part in inside.get("mask_functions", ()))
-    return made_by == ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]
+    parts = sorted(inside.get("mask_functions", ()), key=lambda part: part.__qualname__)
+    made_by = [part.__qualname__.partition(".")[0] for part in parts]
+    if made_by != ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
+        return None
+    return inspect.getclosurevars(parts[0]).nonlocals["packed_sequence_mask"]
 
 
 def _transformers_attention(
