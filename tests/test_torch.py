@@ -129,6 +129,14 @@ def test_tensors_without_strides_in_memory_are_refused_with_what_works(make: Any
             call()
 
 
+def test_what_torch_would_cast_or_print_whole_is_refused() -> None:
+    q, k, v = qkv()
+    with pytest.raises(errors.DeviceError, match=r"k: wanted a torch tensor, got ndarray\. `flashlab"):
+        flashlab.torch.attention(q, k.numpy(), v)
+    with pytest.raises(errors.ParameterError, match="causal: wanted True or False, got None"):
+        flashlab.torch.attention(q, k, v, causal=None)  # type: ignore[arg-type] # to torch it is False
+
+
 def test_a_tensor_of_vmap_is_for_the_operators() -> None:
     q, k, v = qkv()
     with pytest.raises(errors.DeviceError, match=r"v: .* without memory, .* operators of `flashlab\.torch` take"):

@@ -19,10 +19,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from flashlab.core.errors import DTypeError, MissingPackageError, ShapeError, UnsupportedError
+from flashlab.core.errors import DeviceError, DTypeError, MissingPackageError, ShapeError, UnsupportedError
 from flashlab.run import arrays, paged, varlen
 from flashlab.run import attention as run
-from flashlab.run.plan import lse_shape, window_of
+from flashlab.run.plan import check_causal, lse_shape, window_of
 
 try:
     import torch
@@ -161,6 +161,11 @@ def attention(
             what is known while it traces.
         FlashlabError: what else `flashlab.attention` raises.
     """
+    check_causal(causal)
+    for name, of in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(of, torch.Tensor):
+            got = type(of).__name__
+            raise DeviceError(f"{name}: wanted a torch tensor, got {got}. `flashlab.attention` takes other arrays.")
     operator = torch.ops.flashlab.attention_lse if return_lse else torch.ops.flashlab.attention
     sides = None if window is None else window_of(window)
     return operator.default(q, k, v, causal, scale, stage, sides, softcap)

@@ -271,14 +271,19 @@ def tunables(params: Any) -> dict[str, Any]:
     return dict(params or {})
 
 
+def check_causal(causal: Any) -> None:
+    """Raise that it is neither True nor False: ParameterError."""
+    if not isinstance(causal, bool):
+        raise ParameterError(f"causal: wanted True or False, got {causal!r}")
+
+
 def problem_of(inputs: Mapping[str, DeviceArray], causal: Any, *, packed: bool = False) -> Problem:
     """The problem of q, k and v; `packed`: one sequence of them, (total, heads, head_dim).
 
     Raises:
         ShapeError, DTypeError, ParameterError: they make none.
     """
-    if not isinstance(causal, bool):
-        raise ParameterError(f"causal: wanted True or False, got {causal!r}")
+    check_causal(causal)
     dims = ("total", "heads", "head_dim") if packed else ("batch", "heads", "length", "head_dim")
     for name, array in inputs.items():
         if len(array.shape) != len(dims):
