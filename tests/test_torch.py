@@ -129,6 +129,19 @@ def test_tensors_without_strides_in_memory_are_refused_with_what_works(make: Any
             call()
 
 
+@needs_compiler
+def test_autograd_is_told_of_an_output_that_is_written() -> None:
+    q, k, v = qkv()
+    out, weight = torch.zeros_like(q), torch.ones((), dtype=q.dtype, requires_grad=True)
+    product = (weight * out).sum()  # whose gradient is made of what `out` held
+    flashlab.attention(q, k, v, stage=STAGE, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    with torch.inference_mode():
+        out = torch.zeros_like(q)
+        assert flashlab.attention(q, k, v, stage=STAGE, out=out) is out
+
+
 def test_what_torch_would_cast_or_print_whole_is_refused() -> None:
     q, k, v = qkv()
     with pytest.raises(errors.DeviceError, match=r"k: wanted a torch tensor, got ndarray\. `flashlab"):

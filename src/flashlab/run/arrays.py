@@ -177,6 +177,14 @@ def refuse_gradients(**arrays: Any) -> None:
             )
 
 
+def tell_written(*given: Any) -> None:
+    """Tell torch's autograd that tensors among these are written to, as its own operations do."""
+    torch = sys.modules.get("torch")
+    for array in given:
+        if torch is not None and isinstance(array, torch.Tensor):
+            torch.autograd.graph.increment_version(array)
+
+
 def _has_memory(tensor: Any) -> bool:
     """Whether a torch tensor has memory of its own, as fake ones and those that torch.func wraps have not."""
     try:
