@@ -200,6 +200,19 @@ def test_a_row_that_sees_a_nan_is_nan_and_so_is_its_log_sum_exp(stage: registry.
 
 
 @needs_compiler
+@needs_compiler
+@pytest.mark.parametrize("scale", [1.0, -1.0])
+@pytest.mark.parametrize("stage", ["00_naive", "08_swizzle", "17_around_the_loop", "d0_split_kv", "d15_short_starts"])
+def test_scores_as_large_as_the_call_promises(stage: str, scale: float) -> None:
+    """Each query takes the value of its best key, by far: most stages round a row's reference to FP32."""
+    q, k, v = make_inputs(Problem.of(1, 2, 1, 16, 150, 64))
+    scores = scale * (q.astype(np.float64) @ k.astype(np.float64).swapaxes(2, 3))
+    factor = 2**27 / np.abs(scores).max()
+    out, lse = flashlab.attention(q, k, v, scale=scale * factor, stage=stage, return_lse=True)
+    assert np.array_equal(out, v[0, 0][scores.argmax(axis=3)])
+    assert np.allclose(lse, factor * scores.max(axis=3), rtol=1e-6, atol=0)
+
+
 def test_too_much_for_a_cpu_is_refused_with_an_estimate() -> None:
     q = np.zeros((1, 1, 1, 64), np.float16)
     long = np.broadcast_to(q, (64, 32, 8192, 64))
@@ -216,6 +229,16 @@ class _OnGpu:
     __cuda_array_interface__: ClassVar[dict[str, Any]] = {}
 
 
+class _Unexportable:
+    """An array that cannot be handed over, as JAX has them over several devices."""
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        raise BufferError("only unsharded arrays")
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise BufferError("only unsharded arrays")
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
@@ -228,7 +251,18 @@ class _OnGpu:
         ({"stage": "99_none"}, errors.UnknownStageError, "00_naive"),
         ({"params": {"NONE": 1}}, errors.ParameterError, "no parameter"),
         ({"q": np.zeros((1, 1, 1, 64), np.float32)}, errors.DTypeError, "float16 or bfloat16, got float32"),
-        ({"q": np.zeros((1, 1, 1, 64), ">f2")}, errors.DTypeError, "byte order"),
+        (
+            {"q": np.zeros((1, 1, 1, 64), ">f2")},
+            errors.DTypeError,
+            r'byte order, got >f2\. `q\.astype\("float16"\)` works',
+        ),
+        (
+            {"q": np.zeros((1, 1, 1, 64), [("x", "f2"), ("y", "u1")])["x"]},
+            errors.LayoutError,
+            r"strides of whole elements, got .* bytes\. `ascontiguousarray\(q\)` makes one",
+        ),
+        ({"q": _Unexportable()}, errors.DeviceError, "q: wanted a NumPy array, .* got _Unexportable: only unsharded"),
+        ({"k": _Unexportable()}, errors.DeviceError, "k: wanted a NumPy array, .* got _Unexportable: only unsharded"),
         ({"q": np.zeros((1, 1, 64), np.float16)}, errors.ShapeError, "4 dimensions"),
         (
             {"k": np.ma.zeros((1, 1, 1, 64), np.float16)},
@@ -236,6 +270,11 @@ class _OnGpu:
             r"k: wanted .* masked array.*`k.filled\(\)`",
         ),
         ({"out": np.zeros((1, 1, 1, 64), np.float32)}, errors.DTypeError, "out: wanted the type of q"),
+        (
+            {"q": np.zeros((1, 1, 0, 64), np.float16), "out": np.zeros((1, 1, 0, 64), np.float16)},
+            errors.ShapeError,
+            "q: wanted at least one element",
+        ),
         ({"q": np.zeros((1, 1, 1, 96), np.float16)}, errors.ShapeError, "head dim"),
     ],
 )
@@ -329,7 +368,11 @@ def test_host_memory_is_refused_where_a_gpu_was_asked_for(device: str) -> None:
         ((*qkv()[:2], qkv(dtype="bfloat16")[2]), errors.DTypeError, "one type"),
         ((*qkv()[:2], qkv(device=1)[2]), errors.DeviceError, "got GPU 1"),
         ((*qkv()[:2], array(2, 4, 8, 64, strides=(2048, 512, 1, 8))), errors.LayoutError, "contiguous last dimension"),
-        ((array(2, 4, 8, 64, pointer=4097), *qkv()[1:]), errors.LayoutError, "multiple of 2"),
+        (
+            (array(2, 4, 8, 64, pointer=4097), *qkv()[1:]),
+            errors.LayoutError,
+            r"multiple of 2, got 0x1001\. A copy works",
+        ),
         (qkv(dim=80), errors.UnsupportedError, "head dim"),
         (qkv(dim=63), errors.UnsupportedError, "head dim"),
     ],

@@ -127,6 +127,26 @@ def test_more_shared_memory_than_a_block_may_have_is_no_crash(tmp_path: Path) ->
 
 
 @needs_compiler
+def test_a_copy_of_no_bytes_may_be_from_anywhere(tmp_path: Path) -> None:
+    """A pointer that steps past the rows of a tile may happen to lie in the emulation's shared memory."""
+    built = kernel(
+        tmp_path,
+        """
+  __shared__ __align__(16) float copied[4], other[4];
+  ptx::cp_async_cg_16(copied, other, valid_bytes);
+  ptx::cp_async_wait_all();
+  out[0] = copied[0];""",
+        parameters="float* out, int valid_bytes",
+        before='#include "ptx.cuh"',
+    )
+    out = np.ones(1, np.float32)
+    launch(built, [out, 0], grid=[1], block=[1])
+    assert out == 0
+    with pytest.raises(EmulationError, match=r"cp\.async: wanted global memory, got shared memory"):
+        launch(built, [out, 4], grid=[1], block=[1])
+
+
+@needs_compiler
 def test_only_what_was_asked_to_is_written(tmp_path: Path) -> None:
     built = kernel(tmp_path, "  out[threadIdx.x] = in[threadIdx.x]; out[4] = 9;", parameters="float* out, float* in")
     buffer, values = np.full(8, 7, np.float32), np.arange(4, dtype=np.float32)

@@ -339,6 +339,12 @@ def _appended(library: str, **changed: Any) -> dict[str, Any]:
             "page_table: wanted int32, got float64",
         ),
         ("numpy", {"page_table": lambda x: x[0]}, errors.ShapeError, r"page_table: wanted \(batch, pages"),
+        (
+            "numpy",
+            {name: lambda x: np.repeat(x, 25, axis=2) for name in "kv"},
+            errors.ShapeError,
+            "k, v: wanted at most 48 new tokens, as the page table has room for, got 50",
+        ),
         ("numpy", {"k": lambda _: None}, errors.DeviceError, "all of one library, got .* NoneType as k,"),
         ("numpy", {"lengths": lambda x: x.tolist()}, errors.DeviceError, "all of one library, got .* list as lengths"),
         (
@@ -428,6 +434,11 @@ def test_torch_tensors_and_a_cache_of_tokens_before_heads() -> None:
             r"q: wanted \(batch, q_heads, q_len, head_dim\), got",
         ),
         ({"q": np.zeros((2, 4, 1, 64), np.float32)}, errors.DTypeError, "wanted float16"),
+        (
+            {"v_cache": np.zeros((11, 2, 16, 64), ml_dtypes.float8_e4m3fn)},
+            errors.DTypeError,
+            r'v_cache: wanted .* got float8_e4m3fn\. `v_cache\.astype\("float16"\)` works',
+        ),
         ({"scale": float("nan")}, errors.ParameterError, "scale: wanted a finite number"),
         ({"stream": 0}, errors.ParameterError, "stream: wanted None"),
         (

@@ -112,7 +112,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     }.items():
         monkeypatch.setattr(gpu, name, value)
     monkeypatch.setattr(arrays, "on_device", on_device)
-    monkeypatch.setattr(arrays, "_memory_of", lambda _: "gpu")
+    monkeypatch.setattr(arrays, "_memory_of", lambda *_: "gpu")
     monkeypatch.setattr(arrays, "current_stream", lambda *_: there.stream)
     monkeypatch.setattr(recipes, "work_memory", counters)
     monkeypatch.setattr(TensorMap, "encoded", lambda _, address: struct.pack("<Q", address).ljust(128, b"m"))
@@ -143,6 +143,10 @@ def test_every_call_gets_its_own_addresses_and_is_prepared_once(driver: Driver, 
     assert driver.prepared == 1
     attention(*calls[0], stage=stage)
     assert driver.launches[-1][1]["LSE"] is None
+    out = torch.empty_like(calls[0][0])
+    for written in (1, 2):
+        attention(*calls[0], stage=stage, out=out)
+        assert out._version == written, "autograd is told"
 
 
 @pytest.mark.parametrize("stage", ["08_swizzle", PERSISTENT])

@@ -115,6 +115,7 @@ def test_gradients_are_refused_with_what_works() -> None:
         (lambda x: torch.nested.nested_tensor([x[0], x[1]]), "got a nested tensor. `flashlab.varlen_attention` takes"),
         (torch._neg_view, r"other sign. `[qkx].resolve_neg\(\)` makes one"),
         (lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype), r"without memory. `[qkx].clone\(\)` makes one"),
+        (torch._subclasses.FakeTensorMode().from_tensor, "without memory, .* operators of `flashlab.torch` take"),
     ],
 )
 def test_tensors_without_strides_in_memory_are_refused_with_what_works(make: Any, words: str) -> None:
@@ -126,6 +127,41 @@ def test_tensors_without_strides_in_memory_are_refused_with_what_works(make: Any
     ):
         with pytest.raises(errors.DeviceError, match=words):
             call()
+
+
+@needs_compiler
+def test_autograd_is_told_of_an_output_that_is_written() -> None:
+    q, k, v = qkv()
+    out, weight = torch.zeros_like(q), torch.ones((), dtype=q.dtype, requires_grad=True)
+    product = (weight * out).sum()  # whose gradient is made of what `out` held
+    flashlab.attention(q, k, v, stage=STAGE, out=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+    with torch.inference_mode():
+        out = torch.zeros_like(q)
+        assert flashlab.attention(q, k, v, stage=STAGE, out=out) is out
+
+
+def test_what_torch_would_cast_or_print_whole_is_refused() -> None:
+    q, k, v = qkv()
+    with pytest.raises(errors.DeviceError, match=r"k: wanted a torch tensor, got ndarray\. `flashlab"):
+        flashlab.torch.attention(q, k.numpy(), v)
+    with pytest.raises(errors.ParameterError, match="causal: wanted True or False, got None"):
+        flashlab.torch.attention(q, k, v, causal=None)  # type: ignore[arg-type] # to torch it is False
+
+
+def test_a_tensor_of_vmap_is_for_the_operators() -> None:
+    q, k, v = qkv()
+    with pytest.raises(errors.DeviceError, match=r"v: .* without memory, .* operators of `flashlab\.torch` take"):
+        torch.vmap(lambda x: flashlab.attention(q, k, x))(v[None])
+
+
+def test_a_type_that_numpy_lacks_is_advised_in_torchs_words() -> None:
+    q, k, v = qkv()
+    with pytest.raises(
+        errors.DTypeError, match=r"k: wanted float16 or bfloat16, got float8_e5m2\. `k\.half\(\)` works"
+    ):
+        flashlab.attention(q, k.to(torch.float8_e5m2), v)
 
 
 def _lost(call: Any, x: Any) -> dict[str, Any]:
@@ -312,6 +348,18 @@ def test_packed_sequences_are_apart_from_each_other(kind: str, use_cache: bool) 
     scale = max(1.0, float(eager.abs().max()))
     for wanted in (alone, eager):
         assert float((logits - wanted).abs().max()) <= 4e-3 * scale
+
+
+@pytest.mark.parametrize(("sequences", "packed"), [([0, 0, 0], False), ([0, 1, 1], True)])
+def test_a_mask_of_one_sequence_is_the_kernels_own(sequences: list[int], packed: bool) -> None:
+    """While it traces, transformers takes every batch for a packed one."""
+    masking = pytest.importorskip("transformers.masking_utils")
+    positions, numbers = torch.arange(3)[None], torch.tensor([sequences])
+    remapped = masking.remap_positions_for_packed_sequence(masking.causal_mask_function, positions)
+    mask = masking.and_masks(remapped, masking.packed_sequence_mask_function(numbers))
+    call = {"q_length": 3, "kv_length": 3, "allow_is_causal_skip": False, "mask_function": mask}
+    made = flashlab.torch._transformers_mask(**call)
+    assert made.shape == (0,) if packed else made is None
 
 
 @needs_compiler

@@ -19,10 +19,10 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from flashlab.core.errors import DTypeError, MissingPackageError, ShapeError, UnsupportedError
+from flashlab.core.errors import DeviceError, DTypeError, MissingPackageError, ShapeError, UnsupportedError
 from flashlab.run import arrays, paged, varlen
 from flashlab.run import attention as run
-from flashlab.run.plan import lse_shape, window_of
+from flashlab.run.plan import check_causal, lse_shape, window_of
 
 try:
     import torch
@@ -161,6 +161,11 @@ def attention(
             what is known while it traces.
         FlashlabError: what else `flashlab.attention` raises.
     """
+    check_causal(causal)
+    for name, of in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(of, torch.Tensor):
+            got = type(of).__name__
+            raise DeviceError(f"{name}: wanted a torch tensor, got {got}. `flashlab.attention` takes other arrays.")
     operator = torch.ops.flashlab.attention_lse if return_lse else torch.ops.flashlab.attention
     sides = None if window is None else window_of(window)
     return operator.default(q, k, v, causal, scale, stage, sides, softcap)
@@ -250,19 +255,25 @@ def _transformers_mask(
     if not allow_is_causal_skip:
         if torch.compiler.is_compiling():
             raise _refuse("a custom mask, or positions that cannot be looked at while tracing", "use_cache=True")
-        if use_vmap or not _is_packed(mask_function):
+        sequences = None if use_vmap else _sequences(mask_function)
+        if sequences is None:
             raise _refuse("a custom mask or a static cache")
-        return torch.empty(0, dtype=torch.bool)
+        if sequences.any():
+            return torch.empty(0, dtype=torch.bool)
     if not at_end:
         raise _refuse("more keys than tokens so far, as in a static cache", "a dynamic cache")
     return None
 
 
-def _is_packed(mask_function: Any) -> bool:
-    """Whether a mask of transformers is of sequences that it told apart by their position_ids, and of nothing else."""
+def _sequences(mask_function: Any) -> Any:
+    """The sequence of each token, from 0, where a mask of transformers tells them apart by their position_ids, and does
+    nothing else; None where it is another mask. While it traces, transformers takes every batch for a packed one."""
     inside = inspect.getclosurevars(mask_function).nonlocals if callable(mask_function) else {}
-    made_by = sorted(part.__qualname__.partition(".")[0] for part in inside.get("mask_functions", ()))
-    return made_by == ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]
+    parts = sorted(inside.get("mask_functions", ()), key=lambda part: part.__qualname__)
+    made_by = [part.__qualname__.partition(".")[0] for part in parts]
+    if made_by != ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
+        return None
+    return inspect.getclosurevars(parts[0]).nonlocals["packed_sequence_mask"]
 
 
 def _transformers_attention(

@@ -56,8 +56,9 @@ void want_shared(const void* pointer, std::uint32_t bytes, unsigned alignment, P
   }
 }
 
-void want_global(const void* pointer, unsigned alignment, Place place, const char* name) {
-  if (is_shared(pointer))
+// Where no byte is read, a pointer that stepped past its array may have any aligned value.
+void want_global(const void* pointer, unsigned alignment, Place place, const char* name, bool accessed = true) {
+  if (accessed && is_shared(pointer))
     misuse(place, "%s: wanted global memory, got shared memory at offset %u", name, shared_offset(pointer));
   if (!aligned(pointer, alignment)) {
     misuse(place, "%s: wanted a global address that is a multiple of %u, got %p", name, alignment, pointer);
@@ -137,7 +138,7 @@ void cp_async(void* target_smem, const void* source, int bytes, int valid_bytes,
   if (valid_bytes < 0 || valid_bytes > bytes)
     misuse(place, "cp.async: wanted 0 to %d bytes to read, got %d", bytes, valid_bytes);
   want_shared(target_smem, static_cast<std::uint32_t>(bytes), static_cast<unsigned>(bytes), place, name);
-  want_global(source, static_cast<unsigned>(bytes), place, name);
+  want_global(source, static_cast<unsigned>(bytes), place, name, valid_bytes > 0);
   ThreadAsync& mine = my_copies();
   mine.copies.push_back({static_cast<unsigned char*>(target_smem), static_cast<const unsigned char*>(source),
                          static_cast<std::uint8_t>(bytes), static_cast<std::uint8_t>(valid_bytes), mine.group, place});

@@ -117,7 +117,19 @@ def _text(named: Any) -> str:
     return str(named)
 
 
-def _memory_of(obj: Any) -> str | None:
+def _dlpack_device(obj: Any, name: str, wanted: str) -> int:
+    """The type of the device where an array with DLPack lies.
+
+    Raises:
+        DeviceError: it does not say, as one that lies on several.
+    """
+    try:
+        return int(obj.__dlpack_device__()[0])
+    except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        raise DeviceError(f"{name}: wanted {wanted}, got {type(obj).__name__}: {error}") from error
+
+
+def _memory_of(obj: Any, name: str) -> str | None:
     """`cpu` or `gpu`, where an array lies; None where that is not said."""
     if isinstance(obj, np.ndarray):
         return "cpu"
@@ -127,7 +139,7 @@ def _memory_of(obj: Any) -> str | None:
     if library == "cupy" or hasattr(obj, "__cuda_array_interface__"):
         return "gpu"
     if hasattr(obj, "__dlpack_device__"):
-        return "cpu" if int(obj.__dlpack_device__()[0]) == _DLPACK_CPU else "gpu"
+        return "cpu" if _dlpack_device(obj, name, _ANYWHERE) == _DLPACK_CPU else "gpu"
     return None
 
 
@@ -165,6 +177,22 @@ def refuse_gradients(**arrays: Any) -> None:
             )
 
 
+def tell_written(*given: Any) -> None:
+    """Tell torch's autograd that tensors among these are written to, as its own operations do."""
+    torch = sys.modules.get("torch")
+    for array in given:
+        if torch is not None and isinstance(array, torch.Tensor):
+            torch.autograd.graph.increment_version(array)
+
+
+def _has_memory(tensor: Any) -> bool:
+    """Whether a torch tensor has memory of its own, as fake ones and those that torch.func wraps have not."""
+    try:
+        return bool(tensor.untyped_storage().device.type != "meta")
+    except RuntimeError:
+        return False
+
+
 def _refuse_no_strides(tensor: Any, name: str, wanted: str) -> None:
     """Refuse a torch tensor whose numbers do not lie in memory with strides, as they are: DeviceError."""
     if tensor.is_nested:
@@ -179,6 +207,11 @@ def _refuse_no_strides(tensor: Any, name: str, wanted: str) -> None:
         got = f"a torch tensor whose memory has its numbers with the other sign. `{name}.resolve_neg()` makes one"
     elif tensor._is_zerotensor():
         got = f"a torch tensor of zeros without memory. `{name}.clone()` makes one"
+    elif not _has_memory(tensor):
+        got = (
+            "a torch tensor without memory, as under torch.compile and torch.vmap. The operators of `flashlab.torch` "
+            "take such q, k and v"
+        )
     else:
         return
     raise DeviceError(f"{name}: wanted {wanted}, got {got}.")
@@ -274,7 +307,7 @@ def _through_protocol(obj: Any, name: str, stream: int | None) -> DeviceArray:
         ) from error
     kind = type(obj).__name__
     if hasattr(obj, "__dlpack_device__"):
-        device_type = int(obj.__dlpack_device__()[0])
+        device_type = _dlpack_device(obj, name, _ON_GPU)
         if device_type not in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
             raise DeviceError(f"{name}: wanted {_ON_GPU}, got {kind} on DLPack device type {device_type}")
     # DLPack names the legacy default stream 1, and forbids 0 as ambiguous; -1 asks for no ordering.
@@ -390,7 +423,7 @@ def on_host(obj: Any, name: str) -> DeviceArray:
     """
     if library_of(obj) == "torch" and hasattr(obj, "is_nested"):
         _refuse_no_strides(obj, name, _ON_HOST)
-    if _memory_of(obj) == "gpu":
+    if _memory_of(obj, name) == "gpu":
         raise DeviceError(
             f"{name}: wanted {_ON_HOST} for a run on the CPU, got {type(obj).__name__} on a GPU. "
             f"`{name}.cpu()` (torch) or `cupy.asnumpy({name})` brings it here; without device='cpu', arrays on a GPU "
@@ -406,8 +439,8 @@ def on_host(obj: Any, name: str) -> DeviceArray:
         elif library == "torch":
             torch = importlib.import_module("torch")
             dtype = str(obj.dtype).removeprefix("torch.")
-            # NumPy has neither type of its own: the bits pass as integers.
-            bits = {"bfloat16": torch.int16, "float8_e4m3fn": torch.uint8}.get(dtype)
+            # NumPy has none of these types: the bits pass as integers.
+            bits = torch.int16 if dtype == "bfloat16" else torch.uint8 if dtype.startswith("float8") else None
             array = (obj.detach() if bits is None else obj.detach().view(bits)).numpy()
         else:
             array = np.from_dlpack(obj)
@@ -421,9 +454,15 @@ def on_host(obj: Any, name: str) -> DeviceArray:
             f"{name}: wanted {_ON_HOST}, got a masked array, whose mask no kernel reads. `{name}.filled()` works."
         )
     if not array.dtype.isnative:
-        raise DTypeError(f"{name}: wanted this machine's byte order, got {array.dtype}")
+        raise DTypeError(
+            f"{name}: wanted this machine's byte order, got {array.dtype}. "
+            f'`{name}.astype("{array.dtype.name}")` works.'
+        )
     if any(stride % array.itemsize for stride in array.strides):
-        raise LayoutError(f"{name}: wanted strides of whole elements, got {array.strides} bytes")
+        raise LayoutError(
+            f"{name}: wanted strides of whole elements, got {array.strides} bytes. "
+            f"`ascontiguousarray({name})` makes one."
+        )
     return DeviceArray(
         pointer=int(array.ctypes.data),
         shape=tuple(array.shape),
@@ -497,7 +536,7 @@ def place_of(q: Any, stream: Any | None, device: str | None = None, name: str = 
     devices = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu"}
     if device is not None and (not isinstance(device, str) or device not in devices):
         raise ParameterError(f"device: wanted {', '.join(devices)}, or None for where the arrays are, got {device!r}")
-    memory = _memory_of(q) if device is None else devices[device]
+    memory = _memory_of(q, name) if device is None else devices[device]
     if memory is None:
         raise _no_array(q, name, _ANYWHERE, "numpy")
     if memory == "cpu":

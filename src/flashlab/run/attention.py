@@ -663,7 +663,9 @@ def attention(
             -1 is no limit to that side, one number both sides. Keys outside cost nothing, by whole tiles. Hugging
             Face's `sliding_window=w` is causal with `window=(w - 1, None)`. Some stages take one (`Stage.features`).
         softcap: c > 0: a score s becomes c · tanh(s / c) before the mask, in the same stages; 0: it stays.
-        scale: finite; 1/sqrt(head_dim) where None.
+        scale: finite; 1/sqrt(head_dim) where None. Scores times the scale may be as large as 2^27 either way. FP32
+            cannot hold the differences of larger ones, which the largest float16 inputs give: such a row may come out
+            as 0, infinity or NaN.
         stage: a stage's id. None: on a GPU the one that was fastest on the nearest problem on record (choice.py;
             `flashlab explain` says which and why), on a CPU the last rung of the ladder.
         out: where to write, like `q`; a new contiguous array of the caller's library where None.

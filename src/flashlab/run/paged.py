@@ -224,6 +224,9 @@ def _check_appended(views: Mapping[str, DeviceArray]) -> None:
             f"{v.shape}"
         )
     _check_pages(table, lengths, k, "k")
+    room = table.shape[1] * k_cache.shape[2]
+    if k.shape[2] > room:
+        raise ShapeError(f"k, v: wanted at most {room} new tokens, as the page table has room for, got {k.shape[2]}")
     for name, view in views.items():
         if name in ("k_cache", "v_cache"):
             check_writable(name, view)

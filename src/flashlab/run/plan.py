@@ -14,7 +14,7 @@ from flashlab.core.problem import DTYPES, NO_WINDOW, SIZES, UNLIMITED, Problem, 
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.run import choice
-from flashlab.run.arrays import DeviceArray, Place, contiguous_strides
+from flashlab.run.arrays import DeviceArray, Place, contiguous_strides, tell_written
 from flashlab.run.tensor_map import MAX_STRIDE_BYTES
 
 _MAX_FACTOR = (2 - 2**-23) * 2.0**127 / math.log2(math.e)
@@ -91,9 +91,9 @@ def plan(
     chosen = None if stage is None else registry.get(stage)
     inputs = {"q": q, "k": k, "v": v}
     arrays = inputs if out is None else {**inputs, "out": out}
+    problem = with_features(problem_of(inputs, causal, packed=cu_seqlens_q is not None), window, softcap)
     if out is not None:
         check_out(out, inputs)
-    problem = with_features(problem_of(inputs, causal, packed=cu_seqlens_q is not None), window, softcap)
     ends: dict[str, DeviceArray] = {}
     if cu_seqlens_q is not None and cu_seqlens_k is not None:
         problem = _varlen(problem, cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
@@ -271,14 +271,19 @@ def tunables(params: Any) -> dict[str, Any]:
     return dict(params or {})
 
 
+def check_causal(causal: Any) -> None:
+    """Raise that it is neither True nor False: ParameterError."""
+    if not isinstance(causal, bool):
+        raise ParameterError(f"causal: wanted True or False, got {causal!r}")
+
+
 def problem_of(inputs: Mapping[str, DeviceArray], causal: Any, *, packed: bool = False) -> Problem:
     """The problem of q, k and v; `packed`: one sequence of them, (total, heads, head_dim).
 
     Raises:
         ShapeError, DTypeError, ParameterError: they make none.
     """
-    if not isinstance(causal, bool):
-        raise ParameterError(f"causal: wanted True or False, got {causal!r}")
+    check_causal(causal)
     dims = ("total", "heads", "head_dim") if packed else ("batch", "heads", "length", "head_dim")
     for name, array in inputs.items():
         if len(array.shape) != len(dims):
@@ -329,7 +334,7 @@ def check_dtype(name: str, array: DeviceArray, *wanted: str) -> None:
     casts = {"float16": "half()", "float32": "float()", "int32": "int()"}
     cast_ = casts[wanted[0]] if array.library == "torch" else f'astype("{wanted[0]}")'
     works = f"`{name}.{cast_}` works."
-    if array.dtype == "float8_e4m3fn" and wanted[0] == "float16":
+    if array.dtype == "float8_e4m3fn" and name in ("q", "k", "v"):
         works = "`flashlab.fp8_attention` takes it, with its scale."
     raise DTypeError(f"{name}: wanted {' or '.join(wanted)}, got {array.dtype}. {works}")
 
@@ -344,7 +349,9 @@ def check_layout(name: str, array: DeviceArray, q: DeviceArray) -> None:
             f"be anything. `{name}.contiguous()` (torch) or `ascontiguousarray({name})` (NumPy, CuPy) makes one."
         )
     if array.pointer % array.itemsize:
-        raise LayoutError(f"{name}: wanted an address that is a multiple of {array.itemsize}, got {array.pointer:#x}")
+        raise LayoutError(
+            f"{name}: wanted an address that is a multiple of {array.itemsize}, got {array.pointer:#x}. A copy works."
+        )
 
 
 def check_out(out: DeviceArray, inputs: Mapping[str, DeviceArray], dtype: str | None = None) -> None:
@@ -440,6 +447,7 @@ def outputs_of(
     out_view, lse_view = place.view(out, "out"), None if lse is None else place.view(lse, "lse")
     if lse_view is not None and given:
         check_lse(lse_view, inputs, out_view)
+    tell_written(out, lse)
     return Outputs(out, lse, out_view, lse_view)
 
 
