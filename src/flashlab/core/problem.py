@@ -16,7 +16,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from flashlab.core.errors import DTypeError, ParameterError, ShapeError
+from flashlab.core.errors import DTypeError, ParameterError, ShapeError, refuse_unknown
 from flashlab.core.inputs import NORMAL, require
 
 DType = Literal["float16", "bfloat16"]
@@ -84,8 +84,7 @@ class Problem:
             )
         if self.dtype not in DTYPES:
             raise DTypeError(f"dtype: wanted one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.mask not in MASKS:
-            raise ParameterError(f"mask: wanted one of {', '.join(MASKS)}, got {self.mask!r}")
+        refuse_unknown("mask", MASKS, self.mask)
         require(self.inputs)
         object.__setattr__(self, "window", tuple(self.window))  # JSON has lists
         if len(self.window) != 2 or any(type(side) is not int or side < UNLIMITED for side in self.window):
@@ -241,8 +240,7 @@ def suite(name: str) -> tuple[Problem, ...]:
     Raises:
         ParameterError: no suite of that name.
     """
-    if name not in _SUITES:
-        raise ParameterError(f"suite: wanted one of {', '.join(_SUITES)}, got {name!r}")
+    refuse_unknown("suite", _SUITES, name)
     of = _SUITES[name]
     return tuple(
         Problem.parse(shape, dtype=dtype, mask=mask, **features)

@@ -23,7 +23,7 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from flashlab.core.errors import ParameterError
+from flashlab.core.errors import refuse_unknown
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.experiments import levers
 from flashlab.kernels import registry
@@ -82,9 +82,7 @@ def choose(names: Sequence[str] | None = None) -> tuple[Axis, ...]:
     Raises:
         ParameterError: there is none of a name.
     """
-    for name in names or ():
-        if name not in AXES:
-            raise ParameterError(f"axis: wanted one of {', '.join(AXES)}, got {name!r}")
+    refuse_unknown("axis", AXES, *(names or ()))
     return tuple(AXES[name] for name in dict.fromkeys(names)) if names else tuple(AXES.values())
 
 
@@ -171,9 +169,7 @@ def split(
         NoGpuError, LaunchError, MissingPackageError, OutputError: as they say.
     """
     chosen = tuple(dict.fromkeys(stage_ids or SPLIT_STAGES))
-    for stage_id in chosen:
-        if stage_id not in SPLIT_STAGES:
-            raise ParameterError(f"stage: wanted one of {', '.join(SPLIT_STAGES)}, got {stage_id!r}")
+    refuse_unknown("stage", SPLIT_STAGES, *chosen)
     problems = problems or [Problem.parse(shape) for shape in SPLIT_SHAPES]
     parts = {
         stage_id: {

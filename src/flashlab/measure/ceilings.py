@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from flashlab.core.errors import ParameterError
+from flashlab.core.errors import refuse_unknown
 from flashlab.core.problem import DTYPES, DType
 from flashlab.measure import timer as timing
 from flashlab.measure.timer import MicroParams, Run, Timer
@@ -136,9 +136,8 @@ def require(names: Iterable[str]) -> list[str]:
     Raises:
         ParameterError: one is no ceiling.
     """
-    for name in (named := list(names)):
-        if name not in CEILINGS:
-            raise ParameterError(f"ceiling: wanted one of {', '.join(CEILINGS)}, got {name!r}")
+    named = list(names)
+    refuse_unknown("ceiling", CEILINGS, *named)
     return named
 
 

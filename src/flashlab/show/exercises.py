@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from flashlab.core.errors import ParameterError
+from flashlab.core.errors import ParameterError, refuse_unknown
 from flashlab.core.problem import Mask
 from flashlab.kernels import registry
 from flashlab.show.notebook import progress_bar
@@ -74,8 +74,7 @@ def get(name: str) -> Exercise:
     Raises:
         ParameterError: there is none.
     """
-    if name not in EXERCISES:
-        raise ParameterError(f"exercise: wanted one of {', '.join(EXERCISES)}, got {name!r}")
+    refuse_unknown("exercise", EXERCISES, name)
     return EXERCISES[name]
 
 

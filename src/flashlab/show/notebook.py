@@ -27,7 +27,7 @@ from flashlab.build import compiler
 from flashlab.build.compiler import Cubin, Job
 from flashlab.build.parallel import Follow
 from flashlab.build.sources import shown
-from flashlab.core.errors import CompileError, NoDataError, ParameterError, ReportError
+from flashlab.core.errors import CompileError, NoDataError, ParameterError, ReportError, refuse_unknown
 from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import BUILD, DATA, writable_dir
@@ -375,10 +375,9 @@ def settings(
             raise ParameterError(
                 f"{name}: wanted text, got {value!r}. papermill's -p reads digits as a number; `-r {name} VALUE` not"
             )
-        if name in CHOICES and value not in CHOICES[name]:
-            raise ParameterError(f"{name}: wanted one of {', '.join(CHOICES[name])}, got {value!r}")
-    if source not in SOURCES:
-        raise ParameterError(f"source: wanted one of {', '.join(SOURCES)}, got {source!r}")
+        if name in CHOICES:
+            refuse_unknown(name, CHOICES[name], value)
+    refuse_unknown("source", SOURCES, source)
     problems_of(suite)
     kinds = kinds_in(inputs)
     names = [name.strip() for name in stages.split(",")] if isinstance(stages, str) else list(stages)

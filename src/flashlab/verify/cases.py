@@ -9,13 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
-from flashlab.core.errors import ParameterError
+from flashlab.core.errors import ParameterError, refuse_unknown
 from flashlab.core.inputs import END, NORMAL, SCALE8, drawn
 from flashlab.core.inputs import HOSTILE as HOSTILE_INPUTS
 from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, MASKS, UNLIMITED, Problem, Window, matching
@@ -118,7 +118,7 @@ def cases(
         ParameterError, DTypeError: an unknown layout, mask or type, or inputs that are not drawn.
     """
     kinds = [drawn(name) for name in inputs]
-    _require("layout", layouts, {**LAYOUTS, **FAR_LAYOUTS})
+    refuse_unknown("layout", {**LAYOUTS, **FAR_LAYOUTS}, *layouts)
     combinations: list[Case] = []
     dims = _head_dims(able) if head_dims is None else head_dims
     for head_dim, dtype, mask, (q_len, kv_len) in itertools.product(dims, dtypes, masks, lengths):
@@ -127,12 +127,6 @@ def cases(
         of_problem = (replace(problem, inputs=kind) for kind in kinds if names)
         combinations += [Case(same, layout, names) for same in of_problem for layout in layouts]
     return combinations
-
-
-def _require(what: str, values: Sequence[str], known: Collection[str]) -> None:
-    for value in values:
-        if value not in known:
-            raise ParameterError(f"{what}: wanted one of {', '.join(known)}, got {value!r}")
 
 
 def _some(chosen: list[Case], among: Sequence[Case] = ()) -> list[Case]:
@@ -213,7 +207,7 @@ def chosen_cases(
         scores = CPU_SCORES if on_cpu else GPU_SCORES
         chosen = random_cases(able, count, seed=seed, max_scores=scores, inputs=kinds)
     elif suite:
-        _require("suite", [suite], SUITES)
+        refuse_unknown("suite", SUITES, suite)
         chosen = only(flash_attention_cases(able, on_cpu=on_cpu), **some)
     elif not (lengths or layouts or inputs or schedules or features):
         return only(default_cases_on_cpu(able) if on_cpu else default_cases(able), **some)
