@@ -27,16 +27,9 @@ from flashlab.record import checks
 from flashlab.record.schema import Verdict
 from flashlab.run.attention import Fallbacks
 from flashlab.verify import cases, on_cpu
+from flashlab.verify.cases import FLASH_ATTENTION_LENGTHS, HOSTILE
 from flashlab.verify.oracle import attention, make_inputs, pack, plain
-from flashlab.verify.verdict import (
-    FLASH_ATTENTION_LENGTHS,
-    HOSTILE,
-    Guarded,
-    Oracle,
-    check,
-    check_as_flash_attention,
-    flash_attention_limit,
-)
+from flashlab.verify.verdict import Guarded, Oracle, check, check_as_flash_attention, flash_attention_limit
 
 STAGE = registry.get("05_wmma")
 PROBLEM = Problem(batch=2, q_heads=4, kv_heads=2, q_len=65, kv_len=66, head_dim=64, mask="causal")

@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
@@ -22,13 +24,13 @@ from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, MASKS, UNLIMITED, P
 from flashlab.kernels.registry import Stage
 from flashlab.record.schema import Verdict
 from flashlab.run.plan import with_features
-from flashlab.verify.verdict import (
-    FLASH_ATTENTION_LENGTHS,
-    HOSTILE,
-    check_as_flash_attention,
-    strides_of,
-)
+from flashlab.verify.verdict import check_as_flash_attention, strides_of
 
+_LENGTHS: Mapping[str, tuple[tuple[int, int], ...]] = {
+    name: tuple((q_len, kv_len) for q_len, kv_len in pairs)
+    for name, pairs in tomllib.loads(Path(__file__).with_name("lengths.toml").read_text(encoding="utf-8")).items()
+}
+HOSTILE, FLASH_ATTENTION_LENGTHS = _LENGTHS["hostile"], _LENGTHS["flash_attention"]
 LAYOUTS: dict[str, str] = {
     "contiguous": "bhsd",
     "bshd": "bshd",  # heads side by side in a token, as a projection writes them
@@ -280,7 +282,6 @@ WINDOWS: tuple[Window, ...] = ((0, UNLIMITED), (1, UNLIMITED), (63, 0), (100, 37
 """Windows that break kernels: of a query's own key, off every tile, open to one side, and longer than some keys."""
 SOFTCAPS = (1.0, 30.0, 50.0)
 """Of scores that all but vanish in it, and those of Gemma 2."""
-_FEATURE_LENGTHS = ((1, 65), (130, 127), (113, 203), (203, 113), (239, 1), (70, 400), (400, 400))
 
 
 def featured_cases(able: Mapping[str, Stage], *, on_cpu: bool = False) -> list[Case]:
@@ -294,7 +295,7 @@ def featured_cases(able: Mapping[str, Stage], *, on_cpu: bool = False) -> list[C
     kinds = itertools.cycle((NORMAL, *HOSTILE_INPUTS))
     dims = _head_dims(able)
     chosen: list[Case] = []
-    for number, (features, pair) in enumerate(itertools.product(asked, _FEATURE_LENGTHS)):
+    for number, (features, pair) in enumerate(itertools.product(asked, _LENGTHS["features"])):
         one, other = number % 2, number // 2 % 2
         layout = "misaligned" if other else "contiguous"
         every: dict[str, Any] = {
