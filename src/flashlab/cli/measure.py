@@ -18,10 +18,11 @@ from flashlab.core.errors import CheckFailedError, NoDataError, ParameterError
 from flashlab.core.inputs import ALL, NORMAL, drawn
 from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import DATA
-from flashlab.core.problem import DTYPES, FIRST_SHAPE, MASKS, SUITES, DType, Problem, matching
+from flashlab.core.problem import DTYPES, FIRST_SHAPE, MASKS, SUITES, DType, Mask, Problem, matching
 from flashlab.core.problem import suite as suite_of
 
 if TYPE_CHECKING:
+    from flashlab.measure.options import Options
     from flashlab.measure.tune import Task
 
 
@@ -64,18 +65,16 @@ def bench(
     and their parents in place of the ladder, and problems with a window or a soft cap those that take them. --shape
     takes the place of a suite.
     """
-    from flashlab.kernels import registry
     from flashlab.measure import bench as module
     from flashlab.record import store
 
     if shape and suite:
         raise ParameterError(f"--shape: wanted no --suite beside it, whose place it takes, got --suite {suite}")
-    suite = suite or "first"
-    shapes = [Problem.parse(text, dtype=of_type, mask=of) for text in shape or () for of_type in DTYPES for of in MASKS]
-    suited = matching(shapes or suite_of(suite), dtype=dtype, mask=mask)
-    kinds = kinds_in(inputs or (ALL if suite == "inputs" and not shape else NORMAL))
-    chosen = matching(suited, head_dim=head_dim, q_len=length)
+    suite = "" if shape else suite or "first"
+    suited = _suited(suite, shape, dtype, mask)
     asked = opt.features(window, softcap) if window or softcap else {}
+    kinds = kinds_in(inputs or (ALL if suite == "inputs" else NORMAL))
+    chosen = matching(suited, head_dim=head_dim, q_len=length)
     problems = [replace(problem, inputs=kind, **asked) for problem in chosen for kind in kinds]
     if not problems:
         dims, lengths = ({getattr(problem, name) for problem in suited} for name in ("head_dim", "q_len"))
@@ -83,15 +82,7 @@ def bench(
             f"wanted problems of that kind in {' '.join(shape) if shape else f'suite {suite}'}, found none. It has "
             f"head dims {', '.join(map(str, sorted(dims)))} and lengths {', '.join(map(str, sorted(lengths)))}"
         )
-    named = opt.stages_in(stages)
-    places = {"decode": registry.DECODE, "fp8": registry.FP8}
-    if named is None and suite in places and not shape:
-        named = [name for stage in places[suite].values() for name in (stage.parent, stage.id) if name]
-    if named is None and any(problem.features for problem in problems):
-        named = [name for name, stage in registry.STAGES.items() if stage.features]
-    if dead_ends:
-        variants = (name for stage in registry.DEAD_ENDS.values() for name in (stage.id, *stage.variant_names))
-        named = [*(named or ()), *variants]
+    named = _stages(opt.stages_in(stages), suite, problems, dead_ends)
     plan = {
         "samples": samples,
         "cold_samples": cold,
@@ -104,7 +95,7 @@ def bench(
     if sustained is not None:
         changes["sustained_shapes"] = None
     what: dict[str, Any] = {"stages": named, "peers": opt.names_in(peers), "sources": opt.sources(source)}
-    planned = replace(module.Plan() if shape else module.plan_of(suite), **changes)
+    planned = replace(module.plan_of(suite), **changes)
     what |= {"plan": planned, "ceilings": ceilings}
     names = planned.sustained_names or ()
     if names and not any(planned.sustains(problem, name) for problem in problems for name in names):
@@ -125,6 +116,27 @@ def bench(
         answer_nothing(as_json)
     else:
         _show_run(path, as_json)
+
+
+def _suited(suite: str, shapes: Sequence[str] | None, dtype: DType | None, mask: Mask | None) -> list[Problem]:
+    """The problems of a suite or, without one, of shapes, in every type and under every mask unless one is given."""
+    at = [Problem.parse(text, dtype=of, mask=under) for text in shapes or () for of in DTYPES for under in MASKS]
+    return matching(suite_of(suite) if suite else at, dtype=dtype, mask=mask)
+
+
+def _stages(named: list[str] | None, suite: str, problems: Sequence[Problem], dead_ends: bool) -> list[str] | None:
+    """The stages of a run: those named, else those that the suite or the problems are for; None: the ladder."""
+    from flashlab.kernels import registry
+
+    places = {"decode": registry.DECODE, "fp8": registry.FP8}
+    if named is None and suite in places:
+        named = [name for stage in places[suite].values() for name in (stage.parent, stage.id) if name]
+    if named is None and any(problem.features for problem in problems):
+        named = [name for name, stage in registry.STAGES.items() if stage.features]
+    if dead_ends:
+        variants = (name for stage in registry.DEAD_ENDS.values() for name in (stage.id, *stage.variant_names))
+        named = [*(named or ()), *variants]
+    return named
 
 
 def _show_run(path: Path, as_json: bool) -> None:
@@ -179,52 +191,52 @@ def tune(
     here |= {"--inputs": inputs != NORMAL}
     if plan is not None and (given := [name for name, value in here.items() if value]):
         raise ParameterError(f"--plan: wanted no {', '.join(given)}: an entry of the file says what it tries and where")
-    of_type = dtype or "float16"
-    rows: list[dict[str, Any]] = []
     options = Options(data=data, device=device, note=say, resume=resume)
-    tunings: list[list[module.Task]] = []
     if plan is not None:
-        known = module.read_plan(plan)
-        tasks = [task for task in known if matching([task.key.problem], head_dim=head_dim, mask=mask)]
-        if not tasks:
-            dims = ", ".join(map(str, sorted({task.key.problem.head_dim for task in known}))) or "none"
-            raise ParameterError(
-                f"--plan: wanted entries of that head dim and mask, found none. {plan} has head dims {dims}"
-            )
+        _tune_plan(plan, options, as_json, dry_run=dry_run, head_dim=head_dim, mask=mask)
+        return
+    assert stage is not None
+    entry, of_type = registry.get(stage), dtype or "float16"
+    how: dict[str, Any] = {"grid": module.parse_grid(entry, param) if param else None, "each": each}
+    how["limit"] = limit or module.LIMIT
+    where: dict[str, Any] = {"shapes": shape, "inputs": drawn(inputs)}
+    rows: list[dict[str, Any]] = []
+    tunings: list[list[Task]] = []
+    for dim, of in product(head_dim or entry.head_dims, (mask,) if mask else MASKS):
+        for problem in module.problems_of(head_dim=dim, mask=of, dtype=of_type, shapes=shape):
+            entry.require(problem)
         if dry_run:
-            rows = [
-                {
-                    "stage": task.key.stage,
-                    "problem": task.key.problem.label,
-                    "variants": len(task.variants),
-                    "beside": task.peers,
-                }
-                for task in tasks
-            ]
-            answer(rows, ("stage", "problem", "variants", "beside"), as_json=as_json)
-            say(f"about {module.estimate_s(tasks):.0f} s with the start; nothing was measured")
-            return
+            variants = len(module.variants_of(entry, dim, **how))
+            rows.append({"stage": stage, "head_dim": dim, "mask": of, "dtype": of_type, "variants": variants})
+            continue
         with following("tuning") as follow:
-            tunings = [[one] for one in module.tune_all(tasks, options=replace(options, progress=follow))]
-    elif stage is not None:
-        entry = registry.get(stage)
-        how: dict[str, Any] = {"grid": module.parse_grid(entry, param) if param else None, "each": each}
-        how["limit"] = limit or module.LIMIT
-        where: dict[str, Any] = {"shapes": shape, "inputs": drawn(inputs)}
-        for dim, of in product(head_dim or entry.head_dims, (mask,) if mask else MASKS):
-            for problem in module.problems_of(head_dim=dim, mask=of, dtype=of_type, shapes=shape):
-                entry.require(problem)
-            if dry_run:
-                variants = len(module.variants_of(entry, dim, **how))
-                rows.append({"stage": stage, "head_dim": dim, "mask": of, "dtype": of_type, "variants": variants})
-                continue
-            with following("tuning") as follow:
-                where["options"] = replace(options, progress=follow)
-                tunings.append(module.tune(stage, head_dim=dim, mask=of, dtype=of_type, **how, **where))
+            where["options"] = replace(options, progress=follow)
+            tunings.append(module.tune(stage, head_dim=dim, mask=of, dtype=of_type, **how, **where))
     if dry_run:
         answer(rows, ("stage", "head_dim", "mask", "dtype", "variants"), as_json=as_json)
     else:
         _show_tuned(tunings, as_json)
+
+
+def _tune_plan(plan: Path, options: Options, as_json: bool, *, dry_run: bool, **wanted: Any) -> None:
+    """Tune what a plan's entries say, of the head dims and the mask that are wanted."""
+    from flashlab.measure import tune as module
+
+    known = module.read_plan(plan)
+    tasks = [task for task in known if matching([task.key.problem], **wanted)]
+    if not tasks:
+        dims = ", ".join(map(str, sorted({task.key.problem.head_dim for task in known}))) or "none"
+        raise ParameterError(
+            f"--plan: wanted entries of that head dim and mask, found none. {plan} has head dims {dims}"
+        )
+    if dry_run:
+        columns = ("stage", "problem", "variants", "beside")
+        cells = ((one.key.stage, one.key.problem.label, len(one.variants), one.peers) for one in tasks)
+        answer([dict(zip(columns, row, strict=True)) for row in cells], columns, as_json=as_json)
+        say(f"about {module.estimate_s(tasks):.0f} s with the start; nothing was measured")
+        return
+    with following("tuning") as follow:
+        _show_tuned([[one] for one in module.tune_all(tasks, options=replace(options, progress=follow))], as_json)
 
 
 def _show_tuned(tunings: Sequence[Sequence[Task]], as_json: bool) -> None:
@@ -310,15 +322,8 @@ def profile(
     from flashlab.measure import profile as module
 
     problem = Problem.parse(shape or FIRST_SHAPE, dtype=dtype, mask=mask, inputs=drawn(inputs))
-    missed: list[str] = []
-
-    def note(line: str) -> None:
-        say(line)
-        if line.endswith("not profiled"):
-            missed.append(line)
-
-    options = replace(module.OPTIONS, data=data, device=device, note=note, resume=resume)
-    path, profiles = module.profile(stage_ids or None, problem, options)
+    options = replace(module.OPTIONS, data=data, device=device, note=say, resume=resume)
+    path, profiles, missed = module.profile(stage_ids or None, problem, options)
     if path is None:
         answer_nothing(as_json)
         return
