@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -90,25 +90,11 @@ def results(
     if against_peers:
         _against_peers(name, data, wanted, kinds, as_json)
         return
-    shown = select.load(name, data, kinds)
     for damage in store.verify(name, data):
         say(f"damaged, left out: {damage}")
-    features = opt.features(window, softcap)
-
-    def found(problems: Mapping[Problem, Sequence[Measurement]]) -> list[Measurement]:
-        asked = (one for one in matching(problems, **wanted) if all(getattr(one, k) == v for k, v in features.items()))
-        return [row for problem in asked for row in problems[problem]]
-
-    rows = found(shown.problems) or found(select.beyond(name, data, kinds))
-    if not rows:
-        every = {**select.load(name, data, tuple(KINDS)).problems, **select.beyond(name, data, tuple(KINDS))}
-        asked = (f"--window {window}" if window else None, f"--softcap {softcap:g}" if softcap else None)
-        what = " ".join(filter(None, (*wanted.values(), *asked, inputs)))
-        near = sorted(every, key=lambda problem: _apart(problem, {**wanted, **features}, kinds))[:NEAREST]
-        raise NoDataError(
-            f"wanted rows of {what} on {name}, found none. Nearest of {len(every)} recorded problems: "
-            f"{'; '.join(problem.label for problem in near)}"
-        )
+    asked = (f"--window {window}" if window else None, f"--softcap {softcap:g}" if softcap else None)
+    what = " ".join(filter(None, (*wanted.values(), *asked, inputs)))
+    rows = _rows(name, data, {**wanted, **opt.features(window, softcap)}, kinds, what)
     state: tuple[Regime, Cache] = (regime or "burst", cache or "hot")
     if (regime or cache) and not any(row.samples_of(*state) for row in rows):
         states = sorted({(samples.regime, samples.cache) for row in rows for samples in row.samples})
@@ -121,6 +107,30 @@ def results(
     # Samples of a state may be of another run of the session than the row.
     flat = [headline(row, *state) | {"run": select.origin(row, *state)[0]} for row in rows]
     answer(flat, RUN_COLUMNS, as_json=as_json, title=title)
+
+
+def _rows(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Sequence[str], what: str) -> list[Measurement]:
+    """The rows that the report shows of the problems that are wanted, else those off the ladder.
+
+    Raises:
+        NoDataError: none of `what`; the message names the nearest problems.
+    """
+    from flashlab.query import select
+
+    def problems(kinds: Sequence[str]) -> Iterator[Mapping[Problem, Sequence[Measurement]]]:
+        yield select.load(gpu, data, kinds).problems
+        yield select.beyond(gpu, data, kinds)
+
+    for recorded in problems(kinds):
+        asked = [one for one in recorded if all(value in (None, getattr(one, name)) for name, value in wanted.items())]
+        if asked:
+            return [row for problem in asked for row in recorded[problem]]
+    every = {problem: None for recorded in problems(tuple(KINDS)) for problem in recorded}
+    near = sorted(every, key=lambda problem: _apart(problem, wanted, kinds))[:NEAREST]
+    raise NoDataError(
+        f"wanted rows of {what} on {gpu}, found none. Nearest of {len(every)} recorded problems: "
+        f"{'; '.join(problem.label for problem in near)}"
+    )
 
 
 def _apart(problem: Problem, wanted: Mapping[str, Any], kinds: Sequence[str]) -> float:

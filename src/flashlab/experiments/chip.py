@@ -301,26 +301,26 @@ def measure(
             together = [
                 median(block.value for block in launched(case, function, info.sm_count)) for _ in range(launches)
             ]
-            reading = ChipReading(
-                **book.header(),
-                name=case.name,
-                group=case.group,
-                unit=case.unit,
-                value=median(block.value for block in alone),
-                one_sm=tuple(block.value for block in alone),
-                all_sms=tuple(together),
-                beside=tuple(block.beside for block in alone if block.beside is not None),
-                stamps=alone[-1].stamps,
-                how=case.how,
-                kernel=case.kernel,
-                defines=case.macros,
-                repeats=case.repeats,
-                sha256=cubin.sha256,
-                registers=cubin.resources.registers,
-                opcodes=opcodes,
-            )
-            store.append(book.path, reading)
+            of_code: dict[str, Any] = {
+                "sha256": cubin.sha256,
+                "registers": cubin.resources.registers,
+                "opcodes": opcodes,
+            }
+            store.append(book.path, ChipReading(**book.header(), **of_code, **_reading(case, alone, together)))
         return book.path
+
+
+def _reading(case: Case, alone: Sequence[Block], together: Sequence[float]) -> dict[str, Any]:
+    """What a record says of a case and its launches: the block on one SM, and the medians of those on all."""
+    return {
+        **{name: getattr(case, name) for name in ("name", "group", "unit", "how", "kernel", "repeats")},
+        "defines": case.macros,
+        "value": median(block.value for block in alone),
+        "one_sm": tuple(block.value for block in alone),
+        "all_sms": tuple(together),
+        "beside": tuple(block.beside for block in alone if block.beside is not None),
+        "stamps": alone[-1].stamps,
+    }
 
 
 def newest(gpu_slug: str, data: Path = DATA) -> dict[str, ChipReading]:
