@@ -9,15 +9,14 @@ a score c · tanh(score / c). A query that sees no key has output 0 and log-sum-
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 from flashlab.core.errors import DTypeError, ParameterError, ShapeError, refuse_unknown
 from flashlab.core.inputs import NORMAL, require
+from flashlab.core.paths import table
 
 DType = Literal["float16", "bfloat16"]
 Mask = Literal["full", "causal"]
@@ -218,7 +217,7 @@ class Problem:
         return self.flops / time_us / 1e6
 
 
-_SUITES = tomllib.loads(Path(__file__).with_name("suites.toml").read_text(encoding="utf-8"))
+_SUITES = table(__file__, "suites")
 SUITES = tuple(_SUITES)
 FIRST_SHAPE: str = _SUITES["first"]["shapes"][0]
 """The shape that the sources state where they state one: the ladder is shown at it."""

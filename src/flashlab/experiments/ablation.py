@@ -15,7 +15,6 @@ What the records of all three say is in effects.py.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from typing import Any
 from pydantic.dataclasses import dataclass
 
 from flashlab.core.errors import refuse_unknown
+from flashlab.core.paths import table
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.experiments import levers
 from flashlab.kernels import registry
@@ -69,10 +69,7 @@ class Axis:
     """Ids in data/claims.csv that it answers, wholly or in part."""
 
 
-AXES: Mapping[str, Axis] = {
-    name: Axis(name=name, **entry)
-    for name, entry in tomllib.loads(Path(__file__).with_name("axes.toml").read_text(encoding="utf-8")).items()
-}
+AXES: Mapping[str, Axis] = {name: Axis(name=name, **entry) for name, entry in table(__file__, "axes").items()}
 """Every axis by name."""
 
 

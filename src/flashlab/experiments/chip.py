@@ -13,7 +13,6 @@ and how many, and they are counted in the machine code before it runs.
 from __future__ import annotations
 
 import ctypes
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from flashlab.build.compiler import Cubin, compile_file
 from flashlab.build.parallel import on_all_cores
 from flashlab.core.arithmetic import calculated
 from flashlab.core.errors import CompileError, ParameterError, UnsupportedError
-from flashlab.core.paths import DATA, KERNELS
+from flashlab.core.paths import DATA, KERNELS, table
 from flashlab.measure import bench
 from flashlab.measure.harness import Book, greeting
 from flashlab.measure.options import OPTIONS, Options
@@ -134,7 +133,7 @@ def _cases(family: dict[str, Any], rows: Mapping[str, Sequence[Mapping[str, Any]
 
 
 _TEXTS = ("name", "group", "kernel", "unit", "how")
-_FAMILIES = tomllib.loads(Path(__file__).with_name("chip.toml").read_text(encoding="utf-8"))
+_FAMILIES = table(__file__)
 CASES: Mapping[str, Case] = {
     case.name: case for family in _FAMILIES["family"] for case in _cases(family, _FAMILIES["rows"])
 }

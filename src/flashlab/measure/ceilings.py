@@ -6,14 +6,13 @@ A ceiling is the median of burst samples of a micro-benchmark (kernels/micro) or
 from __future__ import annotations
 
 import importlib
-import tomllib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from flashlab.core.errors import refuse_unknown
+from flashlab.core.paths import table
 from flashlab.core.problem import DTYPES, DType
 from flashlab.measure import timer as timing
 from flashlab.measure.timer import MicroParams, Run, Timer
@@ -119,7 +118,7 @@ def _matmul(dtype: DType, device: int, stream: int) -> Workload:
     return Workload(run=run, amount=2.0 * edge**3, unit="TFLOP/s", how=how)
 
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TABLES = table(__file__)
 _MICRO = {name: partial(_micro, **entry) for name, entry in _TABLES.items()}
 CEILINGS: Mapping[str, Callable[[int, int], Workload]] = {
     **{"launch": _MICRO.pop("launch"), "copy": _copy, "l2_read": _l2_read},

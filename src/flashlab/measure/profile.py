@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from flashlab.build import compiler, sass
 from flashlab.build.compiler import Cubin
 from flashlab.build.sources import Frame
 from flashlab.core.errors import CompileError, FlashlabError, LaunchError, MissingError, ParameterError
+from flashlab.core.paths import table
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
@@ -40,7 +40,7 @@ from flashlab.record.schema import LineStalls, StageProfile
 from flashlab.run import gpu
 from flashlab.run.attention import prepare
 
-_ASKED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_ASKED = table(__file__)
 METRICS: Sequence[str] = _ASKED["metrics"]
 """What is asked of Nsight Compute; which of it there is depends on the GPU and on its version."""
 SAMPLES = ("--section", "SourceCounters")

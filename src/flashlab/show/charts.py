@@ -19,9 +19,8 @@ from io import BytesIO, StringIO
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from flashlab.core.errors import NoDataError
+from flashlab.core.facts import Facts
 from flashlab.core.problem import STANDARD_SHAPES, Problem, Regime, suite
 from flashlab.kernels import peers, registry
 from flashlab.query import roofline as limits
@@ -68,10 +67,8 @@ PAPER = "#fefdfe"
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'Noto Sans', Arial, sans-serif"
 
 
-class Chart(BaseModel):
+class Chart(Facts):
     """A figure, ready to show."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     """File name stem, unique within a report."""

@@ -9,10 +9,8 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
@@ -20,6 +18,7 @@ import numpy as np
 from flashlab.core.errors import ParameterError, refuse_unknown
 from flashlab.core.inputs import END, NORMAL, SCALE8, drawn
 from flashlab.core.inputs import HOSTILE as HOSTILE_INPUTS
+from flashlab.core.paths import table
 from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, MASKS, UNLIMITED, Problem, Window, matching
 from flashlab.kernels.registry import Stage
 from flashlab.record.schema import Verdict
@@ -27,8 +26,7 @@ from flashlab.run.plan import with_features
 from flashlab.verify.verdict import check_as_flash_attention, strides_of
 
 _LENGTHS: Mapping[str, tuple[tuple[int, int], ...]] = {
-    name: tuple((q_len, kv_len) for q_len, kv_len in pairs)
-    for name, pairs in tomllib.loads(Path(__file__).with_name("lengths.toml").read_text(encoding="utf-8")).items()
+    name: tuple((q_len, kv_len) for q_len, kv_len in pairs) for name, pairs in table(__file__, "lengths").items()
 }
 HOSTILE, FLASH_ATTENTION_LENGTHS = _LENGTHS["hostile"], _LENGTHS["flash_attention"]
 LAYOUTS: dict[str, str] = {
