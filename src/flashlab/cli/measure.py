@@ -12,7 +12,7 @@ import typer
 
 from flashlab.cli import options as opt
 from flashlab.cli.kernels import kept_wrong
-from flashlab.cli.output import answer, answer_nothing, following, say
+from flashlab.cli.output import answer, answer_nothing, as_json, following, say
 from flashlab.cli.records import RUN_COLUMNS
 from flashlab.core.errors import CheckFailedError, NoDataError, ParameterError
 from flashlab.core.inputs import ALL, NORMAL, drawn
@@ -56,7 +56,6 @@ def bench(
     dry_run: opt.DryRun = False,
     device: opt.Device = 0,
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Check and time stages and libraries on the GPU, interleaved, and append a run to data/<gpu>/runs/.
 
@@ -106,16 +105,16 @@ def bench(
         known = [row for name in store.gpus() for row in store.measurements(name)]
         estimates, total_s = module.estimate(problems, **what, known=known)
         columns = {"problem": "problem.label", **{name: name for name in ("implementations", "sustained", "seconds")}}
-        answer(estimates, columns, as_json=as_json, document={"seconds": total_s, "problems": estimates})
+        answer(estimates, columns, document={"seconds": total_s, "problems": estimates})
         say(f"about {total_s / 60:.1f} minutes with the start; nothing was measured")
         return
     with following("measuring") as follow:
         options = module.Options(data=data, device=device, progress=follow, note=say, resume=resume)
         path = module.run(problems, **what, options=options)
     if path is None:
-        answer_nothing(as_json)
+        answer_nothing()
     else:
-        _show_run(path, as_json)
+        _show_run(path)
 
 
 def _suited(suite: str, shapes: Sequence[str] | None, dtype: DType | None, mask: Mask | None) -> list[Problem]:
@@ -139,13 +138,13 @@ def _stages(named: list[str] | None, suite: str, problems: Sequence[Problem], de
     return named
 
 
-def _show_run(path: Path, as_json: bool) -> None:
+def _show_run(path: Path) -> None:
     """The rows of a run; an error where one has no time and might have one."""
     from flashlab.query.rows import headline
     from flashlab.record import schema, store
 
     rows = sorted(store.read(path, schema.Measurement)[0], key=lambda row: row.with_lse)
-    answer([headline(row) for row in rows], RUN_COLUMNS, as_json=as_json, title=f"{path.stem}, burst, hot L2")
+    answer([headline(row) for row in rows], RUN_COLUMNS, title=f"{path.stem}, burst, hot L2")
     say(f"recorded in {path}")
     failures = [
         f"{row.name} at {row.problem.label}: {row.status}: {row.reason}"
@@ -176,7 +175,6 @@ def tune(
     dry_run: opt.DryRun = False,
     device: opt.Device = 0,
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Try a stage's tunables on the GPU, and append every variant, losers too, to data/<gpu>/tuning/."""
     from flashlab.kernels import registry
@@ -193,7 +191,7 @@ def tune(
         raise ParameterError(f"--plan: wanted no {', '.join(given)}: an entry of the file says what it tries and where")
     options = Options(data=data, device=device, note=say, resume=resume)
     if plan is not None:
-        _tune_plan(plan, options, as_json, dry_run=dry_run, head_dim=head_dim, mask=mask)
+        _tune_plan(plan, options, dry_run=dry_run, head_dim=head_dim, mask=mask)
         return
     assert stage is not None
     entry, of_type = registry.get(stage), dtype or "float16"
@@ -213,12 +211,12 @@ def tune(
             where["options"] = replace(options, progress=follow)
             tunings.append(module.tune(stage, head_dim=dim, mask=of, dtype=of_type, **how, **where))
     if dry_run:
-        answer(rows, ("stage", "head_dim", "mask", "dtype", "variants"), as_json=as_json)
+        answer(rows, ("stage", "head_dim", "mask", "dtype", "variants"))
     else:
-        _show_tuned(tunings, as_json)
+        _show_tuned(tunings)
 
 
-def _tune_plan(plan: Path, options: Options, as_json: bool, *, dry_run: bool, **wanted: Any) -> None:
+def _tune_plan(plan: Path, options: Options, *, dry_run: bool, **wanted: Any) -> None:
     """Tune what a plan's entries say, of the head dims and the mask that are wanted."""
     from flashlab.measure import tune as module
 
@@ -232,14 +230,14 @@ def _tune_plan(plan: Path, options: Options, as_json: bool, *, dry_run: bool, **
     if dry_run:
         columns = ("stage", "problem", "variants", "beside")
         cells = ((one.key.stage, one.key.problem.label, len(one.variants), one.peers) for one in tasks)
-        answer([dict(zip(columns, row, strict=True)) for row in cells], columns, as_json=as_json)
+        answer([dict(zip(columns, row, strict=True)) for row in cells], columns)
         say(f"about {module.estimate_s(tasks):.0f} s with the start; nothing was measured")
         return
     with following("tuning") as follow:
-        _show_tuned([[one] for one in module.tune_all(tasks, options=replace(options, progress=follow))], as_json)
+        _show_tuned([[one] for one in module.tune_all(tasks, options=replace(options, progress=follow))])
 
 
-def _show_tuned(tunings: Sequence[Sequence[Task]], as_json: bool) -> None:
+def _show_tuned(tunings: Sequence[Sequence[Task]]) -> None:
     """What the last round of each tuning, of a task a problem, gave."""
     from flashlab.record import schema, store
     from flashlab.show import tuning as module
@@ -255,10 +253,9 @@ def _show_tuned(tunings: Sequence[Sequence[Task]], as_json: bool) -> None:
     answer(
         [trial for trial, _ in lines],
         {**columns, "speedup": "speedup", "reason": lambda trial: trial["reason"][:80]},
-        as_json=as_json,
         document=[{**trial, "path": path} for trial, path in lines],
     )
-    for tasks in () if as_json else tunings:
+    for tasks in () if as_json() else tunings:
         first, problems = tasks[0], ", ".join(task.key.problem.label for task in tasks)
         say(
             f"{first.key.stage} {problems}: {len(first.refused)} variants refused, {len(first.twins)} with another's "
@@ -266,7 +263,7 @@ def _show_tuned(tunings: Sequence[Sequence[Task]], as_json: bool) -> None:
         )
 
 
-def tuned(*, gpu: opt.Gpu = None, data: opt.Data = DATA, as_json: opt.Json = False) -> None:
+def tuned(*, gpu: opt.Gpu = None, data: opt.Data = DATA) -> None:
     """Write data/<gpu>/tuned.json, from which `flashlab.attention` chooses stage and tunables, from the records.
 
     Shows what is chosen for every problem that torch's SDPA was timed on, and where that is slower. For the GPU at
@@ -299,7 +296,7 @@ def tuned(*, gpu: opt.Gpu = None, data: opt.Data = DATA, as_json: opt.Json = Fal
         }
         for held in held_against
     ]
-    answer(rows, ("problem", "stage", "parameters", "measured_us", "sdpa_us", "ratio", "run"), as_json=as_json)
+    answer(rows, ("problem", "stage", "parameters", "measured_us", "sdpa_us", "ratio", "run"))
     slower = [row["problem"] for row in rows if row["ratio"] is not None and row["ratio"] < 1]
     say(f"{module.tally(held_against)}{' Slower: ' if slower else ''}{', '.join(slower)}")
     say(f"Written to {path}")
@@ -316,7 +313,6 @@ def profile(
     resume: opt.Resume = False,
     device: opt.Device = 0,
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Profile stages with Nsight Compute, and append what units and warps did to data/<gpu>/profiles/."""
     from flashlab.measure import profile as module
@@ -325,14 +321,13 @@ def profile(
     options = replace(module.OPTIONS, data=data, device=device, note=say, resume=resume)
     path, profiles, missed = module.profile(stage_ids or None, problem, options)
     if path is None:
-        answer_nothing(as_json)
+        answer_nothing()
         return
     counters = ("tensor_percent", "issue_percent", "warps_percent", "dram_bytes", "l2_bytes", "conflict_percent")
     answer(
         profiles,
         {name: name for name in ("stage", *counters)}
         | {"warps": lambda row: ", ".join(f"{state} {share:.0f} %" for state, share in [*row.states.items()][:3])},
-        as_json=as_json,
         title=f"{problem.label} on {profiles[0].gpu}",
     )
     hot = [
@@ -346,7 +341,7 @@ def profile(
         for kernel in profiles
         for line in kernel.lines[:lines]
     ]
-    if hot and not as_json:
+    if hot and not as_json():
         answer(hot, tuple(hot[0]))
     say(f"Recorded in {path}")
     if missed:
@@ -358,7 +353,6 @@ def train(
     head_dim: opt.HeadDims = None,
     steps: Annotated[int | None, typer.Option(help="In place of the model's own number of them.", min=1)] = None,
     device: opt.Device = 0,
-    as_json: opt.Json = False,
 ) -> None:
     """Train the language models whose Q, K and V are the inputs `trained`, on the GPU, and keep them in the cache.
 
@@ -375,8 +369,8 @@ def train(
             for config in configs
         ]
     columns = ("head_dim", "digest", "loss", "held_out_loss", "steps", "seconds")
-    answer(models, columns, as_json=as_json, title="losses in nats a byte")
-    if not as_json:
+    answer(models, columns, title="losses in nats a byte")
+    if not as_json():
         layers = [
             {"head_dim": model["head_dim"], "layer": index, **layer}
             for model in models

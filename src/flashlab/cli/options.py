@@ -161,4 +161,3 @@ Device = Annotated[int, typer.Option(help="CUDA device index.", min=0)]
 Data = Annotated[Path, typer.Option(callback=_of_checkout, help="Folder of recorded data.", show_default=False)]
 Tables = Annotated[Path, typer.Option("--data", help="Folder of recorded data.", show_default=False)]
 """As `Data`, of a command that wants no records: a wheel has the tables of choices."""
-Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flashlab.cli import options as opt
-from flashlab.cli.output import answer, say
+from flashlab.cli.output import answer, as_json, say
 from flashlab.core.errors import DamagedRecordError, NoDataError, OutputError, ParameterError
 from flashlab.core.inputs import KINDS, NORMAL
 from flashlab.core.inputs import parse as kinds_in
@@ -59,7 +59,6 @@ def results(
         bool, typer.Option("--verify", help="Check files of every kind, of every GPU if none is named.")
     ] = False,
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Show what the report shows of a GPU: for every problem the newest session that covers most of the ladder.
 
@@ -76,7 +75,7 @@ def results(
         if given := " ".join(f"--{key}" for key, value in narrower.items() if value):
             raise ParameterError(f"--verify: wanted no option beside it but --gpu, --data and --json, got {given}")
         folders = store.folders(data) if gpu is None else ()
-        _verify(folders or (store.require_runs(gpu, data),), data, as_json)
+        _verify(folders or (store.require_runs(gpu, data),), data)
         return
     name = store.require_runs(gpu, data)
     kinds = kinds_in(inputs or NORMAL)
@@ -88,7 +87,7 @@ def results(
     wanted = {"shape": Problem.parse(shape).shape if shape else None, "dtype": dtype, "mask": mask}
 
     if against_peers:
-        _against_peers(name, data, wanted, kinds, as_json)
+        _against_peers(name, data, wanted, kinds)
         return
     for damage in store.verify(name, data):
         say(f"damaged, left out: {damage}")
@@ -106,7 +105,7 @@ def results(
     title = f"{name}, newest run {max(row.run for row in rows)}, {select.STATES.get(state, ', '.join(state))}"
     # Samples of a state may be of another run of the session than the row.
     flat = [headline(row, *state) | {"run": select.origin(row, *state)[0]} for row in rows]
-    answer(flat, RUN_COLUMNS, as_json=as_json, title=title)
+    answer(flat, RUN_COLUMNS, title=title)
 
 
 def _rows(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Sequence[str], what: str) -> list[Measurement]:
@@ -142,7 +141,7 @@ def _apart(problem: Problem, wanted: Mapping[str, Any], kinds: Sequence[str]) ->
     return far + unlike + (problem.inputs not in kinds)
 
 
-def _against_peers(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Sequence[str], as_json: bool) -> None:
+def _against_peers(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Sequence[str]) -> None:
     """Our best stage against the best library, a row a problem."""
     from flashlab.query import contests
 
@@ -162,7 +161,6 @@ def _against_peers(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Seque
             **{"sustained ratio": "sustained.ratio", "with lse alike, sustained": "sustained.adjusted_ratio"},
             **{"to fa3 or cuDNN, sustained": "against_named.sustained.ratio", "worst layer": "worst_ratio"},
         },
-        as_json=as_json,
         title=f"{gpu}, newest run {max(pair.run for pair in pairs)}: speed-up over the library (ratio of medians), on "
         "normally distributed inputs of unit scale where a problem names no others"
         + ("; †: without a library that takes it, which --json names" if any(pair.not_timed for pair in pairs) else ""),
@@ -170,17 +168,17 @@ def _against_peers(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Seque
     )
 
 
-def _verify(gpus: Sequence[str], data: Path, as_json: bool) -> None:
+def _verify(gpus: Sequence[str], data: Path) -> None:
     """What is wrong with the files of GPUs; an error where anything is."""
     from flashlab.record import store
 
     damage = [damaged for gpu in gpus for damaged in store.verify(gpu, data)]
-    if as_json:
-        answer(damage, as_json=True)
+    if as_json():
+        answer(damage)
     if damage:
         lines = "\n  ".join(map(str, damage))
         raise DamagedRecordError(f"wanted sound records, found:\n  {lines}")
-    for gpu in () if as_json else gpus:
+    for gpu in () if as_json() else gpus:
         typer.echo(f"data/{gpu} is sound: {store.extent(gpu, data)}")
 
 
@@ -191,7 +189,6 @@ def collect(
     *,
     commit: Annotated[str, typer.Option(help="Only runs of this commit.")] = "",
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Take over what other machines recorded: whole and sound runs of one commit, each once; else none, and why.
 
@@ -201,7 +198,7 @@ def collect(
 
     collected = module.collect(folders, data.resolve(), commit=commit)
     columns = {"gpu": "gpu", "from": "folder", "taken": lambda one: len(one.taken), "known": lambda one: len(one.known)}
-    answer(collected, columns, as_json=as_json)
+    answer(collected, columns)
 
 
 def compare(
@@ -214,7 +211,6 @@ def compare(
     dtype: opt.OneDType = None,
     mask: opt.OneMask = None,
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Say which times changed between two runs, commits, drivers or GPUs, by more than starts of a machine differ.
 
@@ -247,7 +243,6 @@ def compare(
     answer(
         changed,
         columns,
-        as_json=as_json,
         title=f"{before} (A) and {after} (B); noise between starts {noise}",
         document=document | {"changes": [{k: v for k, v in vars(one).items() if k != "rows"} for one in changed]},
     )
