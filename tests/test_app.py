@@ -467,7 +467,7 @@ def test_nothing_left_to_measure_is_an_empty_list_in_json(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bench, "run", lambda problems, **how: None)
-    monkeypatch.setattr(profile, "profile", lambda *how: (None, ()))
+    monkeypatch.setattr(profile, "profile", lambda *how: (None, (), ()))
     monkeypatch.setattr(ablation, "measure", lambda axes, **how: None)
     for command in ("bench", "profile", "ablate"):
         done = run(command, "--resume", "--json", "--data", tmp_path)

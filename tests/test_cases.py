@@ -23,20 +23,13 @@ from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.query import select
-from flashlab.record import checks
+from flashlab.record import checks, schema
 from flashlab.record.schema import Verdict
 from flashlab.run.attention import Fallbacks
 from flashlab.verify import cases, on_cpu
+from flashlab.verify.cases import FLASH_ATTENTION_LENGTHS, HOSTILE
 from flashlab.verify.oracle import attention, make_inputs, pack, plain
-from flashlab.verify.verdict import (
-    FLASH_ATTENTION_LENGTHS,
-    HOSTILE,
-    Guarded,
-    Oracle,
-    check,
-    check_as_flash_attention,
-    flash_attention_limit,
-)
+from flashlab.verify.verdict import Guarded, Oracle, check, check_as_flash_attention, flash_attention_limit
 
 STAGE = registry.get("05_wmma")
 PROBLEM = Problem(batch=2, q_heads=4, kv_heads=2, q_len=65, kv_len=66, head_dim=64, mask="causal")
@@ -375,6 +368,15 @@ def test_comparisons_on_record_read_back(tmp_path: Path) -> None:
     assert asked[5] == ROWS[5].emulator
     assert asked[6] is not None
     assert (asked[6].shape, asked[6].verdict) == ("1x1x1x64", OTHER.model_copy(update=few_digits))
+
+
+def test_a_file_says_on_which_start_of_a_machine_it_was_made(tmp_path: Path) -> None:
+    start = schema.Start(boot="0123abcd", at="2026-01-02T00:00:00+00:00")
+    header = checks.Header(**{**synthetic.checks_header().model_dump(), "start": start})
+    path = tmp_path / "checks.jsonl"
+    lines = (header.line(), *_lines(ROWS[:1]))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert checks.read_lines(path)[0].header.start == start
 
 
 def test_a_file_of_the_first_format_reads_alike_and_is_ten_times_as_long(tmp_path: Path) -> None:

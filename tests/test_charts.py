@@ -16,7 +16,7 @@ from synthetic import RUN, measurement, profile, write_synthetic
 
 from flashlab.build import sass
 from flashlab.core.errors import NoDataError
-from flashlab.core.problem import FIRST_SHAPE, LENGTHS, Problem, suite
+from flashlab.core.problem import FIRST_SHAPE, Problem, suite
 from flashlab.kernels import peers, registry
 from flashlab.kernels.registry import STAGES
 from flashlab.query import contests, select
@@ -25,6 +25,8 @@ from flashlab.record import schema, store
 from flashlab.record.schema import StageProfile
 from flashlab.show import charts, tables
 from flashlab.show.charts import LAYOUTS, THEMES, Chart
+
+LENGTHS = sorted({problem.q_len for problem in suite("lengths")})
 
 
 @pytest.fixture(scope="module")

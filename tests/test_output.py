@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from flashlab.cli.output import answer, following
+from flashlab.cli.output import answer, following, with_json
 
 
 class Inner(BaseModel):
@@ -37,12 +37,12 @@ def test_a_table_takes_fields_paths_and_functions(capsys: pytest.CaptureFixture[
 
 
 def test_json_holds_all_fields_of_any_row(capsys: pytest.CaptureFixture[str]) -> None:
-    answer(ROWS, ("name",), as_json=True)
+    with_json(answer)(ROWS, ("name",), as_json=True)
     assert json.loads(capsys.readouterr().out) == [
         {"name": "[a]", "inner": {"value": 12345.678, "path": "x"}},
         {"name": "b", "inner": None},
     ]
-    answer(ROWS, ("name",), as_json=True, document={"rows": 2})
+    with_json(answer)(ROWS, ("name",), as_json=True, document={"rows": 2})
     assert json.loads(capsys.readouterr().out) == {"rows": 2}
 
 

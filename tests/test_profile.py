@@ -113,12 +113,13 @@ def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def _profile(tmp_path: Path, *stage_ids: str, **options: Any) -> tuple[list[schema.StageProfile], list[str]]:
     said: list[str] = []
-    path, found = profile.profile(
+    path, found, missed = profile.profile(
         stage_ids, FIRST, replace(profile.OPTIONS, data=tmp_path / "data", note=said.append, **options)
     )
     assert path.parent == tmp_path / "data" / SLUG / "profiles"
     assert store.records(SLUG, schema.StageProfile, tmp_path / "data") == found
     assert {one.run for one in found} == {path.stem}
+    assert [f"{name}: not profiled" for name in missed] == [line for line in said if line.endswith("not profiled")]
     return list(found), said
 
 
@@ -173,9 +174,9 @@ def test_what_is_on_record_is_not_profiled_again(tmp_path: Path, ncu: Any) -> No
     _profile(tmp_path, "05_wmma")
     said: list[str] = []
     options = Options(data=tmp_path / "data", note=said.append, resume=True)
-    assert profile.profile(["05_wmma"], FIRST, options) == (None, ())
+    assert profile.profile(["05_wmma"], FIRST, options) == (None, (), ())
     assert said == ["all of it is on record; nothing was profiled"]
-    _, found = profile.profile(["00_naive", "05_wmma"], FIRST, options)
+    _, found, _ = profile.profile(["00_naive", "05_wmma"], FIRST, options)
     assert [one.stage for one in found] == ["00_naive"]
 
 

@@ -20,8 +20,9 @@ from flashlab.core.errors import InputError, ShapeError
 from flashlab.core.problem import DTYPES, MASKS, DType, Mask, Problem
 from flashlab.kernels import registry
 from flashlab.record.schema import Verdict
+from flashlab.verify.cases import HOSTILE
 from flashlab.verify.oracle import attention, make_inputs, pack, plain
-from flashlab.verify.verdict import BAND_ROWS, HOSTILE, Guarded, Sample, check, strides_of
+from flashlab.verify.verdict import BAND_ROWS, Guarded, Sample, check, strides_of
 
 HONEST = {
     "float32 sums": Style(),

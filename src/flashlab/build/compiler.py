@@ -27,7 +27,7 @@ from typing import Any, Self
 from flashlab.build import cache, triton_code
 from flashlab.build.parallel import Follow, ignore, on_all_cores
 from flashlab.build.sources import contents, quote, read, readable, shown
-from flashlab.core.errors import CompileError, MissingPackageError, ParameterError, PerformanceWarningError
+from flashlab.core.errors import CompileError, MissingPackageError, PerformanceWarningError, refuse_unknown
 from flashlab.core.paths import KERNELS, digest
 from flashlab.core.problem import DType, Feature, Problem
 from flashlab.kernels.registry import (
@@ -288,7 +288,7 @@ def compile_stage(job: Job) -> Cubin:
         MissingPackageError: no compiler.
         OutputError: the cache cannot be written.
     """
-    _require_arch(job.arch)
+    refuse_unknown("arch", ARCHS, job.arch)
     job.require(job.arch)
     stage, parameters = job.stage, job.parameters
     if stage.language == "triton":
@@ -348,7 +348,7 @@ def compile_file(
         MissingPackageError: no compiler.
         OutputError: the cache cannot be written.
     """
-    _require_arch(arch)
+    refuse_unknown("arch", ARCHS, arch)
     parameters = {name: value for name, value in defines.items() if isinstance(value, int)}
     request = _nvrtc_request(source, arch, defines)
     return _cubin(request, name=source.stem, entry=entry, parameters=parameters, may_spill=may_spill)
@@ -398,11 +398,6 @@ def compile_many(
         return f"{'refused' if isinstance(made, CompileError) else 'compiled'}: {job.label}"
 
     return tuple(on_all_cores(made, work, what=said, follow=follow))
-
-
-def _require_arch(arch: str) -> None:
-    if arch not in ARCHS:
-        raise ParameterError(f"arch: wanted one of {', '.join(ARCHS)}, got {arch!r}")
 
 
 # --- one build: what goes in, its key, and the errors it makes ---

@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -22,9 +21,9 @@ from pathlib import Path
 from flashlab.build.cache import entry
 from flashlab.build.sources import Frame as Frame
 from flashlab.core.errors import MissingPackageError, ParameterError
-from flashlab.core.paths import digest
+from flashlab.core.paths import digest, table
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TABLES = table(__file__)
 CLASSES: Mapping[str, str] = _TABLES["holds"]
 """Class of instruction: what it holds."""
 _CLASS_OF = re.compile("|".join(f"(?P<{name}>{pattern})(?=\\.|$)" for name, pattern in _TABLES["patterns"].items()))

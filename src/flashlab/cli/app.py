@@ -1,7 +1,7 @@
 """The command line: tables and JSON to stdout, messages and progress to stderr, a non-zero exit on failure.
 
-Each group of commands is a module with `COMMANDS`: functions by the command's name. An experiment's are in a module of
-`flashlab.experiments.commands`, and found there: adding one touches nothing here.
+Each group of commands is a module with `COMMANDS`: functions by the command's name, which all get `--json`. An
+experiment's are in a module of `flashlab.experiments.commands`, and found there: adding one touches nothing here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import typer
 
 from flashlab import __version__
 from flashlab.cli import doctor, kernels, measure, records, report
-from flashlab.cli.output import complain, say
+from flashlab.cli.output import complain, say, with_json
 from flashlab.core.errors import FlashlabError
 
 EXPERIMENTS = "flashlab.experiments.commands"
@@ -56,7 +56,7 @@ for _group in _groups():
     for _name, _command in _group.COMMANDS.items():
         # A paragraph a line: typer would keep the line breaks of the source.
         _paragraphs = [" ".join(text.split()) for text in (_command.__doc__ or "").split("\n\n")]
-        app.command(_name, help="\n\n".join(_paragraphs))(_command)
+        app.command(_name, help="\n\n".join(_paragraphs))(with_json(_command))
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 import typer
 
 from flashlab.cli import options as opt
-from flashlab.cli.output import answer, say
+from flashlab.cli.output import answer, as_json, say
 from flashlab.core.errors import CompileError, DamagedRecordError, FlashlabError, MissingError, NoDataError
 from flashlab.core.paths import BUILD, DATA, INSTALLED, ROOT, cache_dir, writable_dir
 
@@ -192,7 +192,6 @@ def repair(
     *,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")] = False,
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Complete the folders of records that a crash, a kill or a full disk left unfinished; every sound line stays.
 
@@ -220,7 +219,6 @@ def repair(
     answer(
         done,
         {"file": "path", "action": "action", "lines": lambda mend: list(mend.torn)},
-        as_json=as_json,
         document=[{"file": mend.path, "action": mend.action, "lines": list(mend.torn)} for mend in done],
     )
     damage = [] if dry_run else [one for name in gpus or known for one in store.verify(name, data)]
@@ -230,12 +228,12 @@ def repair(
     say(f"{len(done)} {'files to mend' if dry_run else 'files mended; all records are sound'}")
 
 
-def doctor(*, data: opt.Tables = DATA, as_json: opt.Json = False) -> None:
+def doctor(*, data: opt.Tables = DATA) -> None:
     """Say what this machine has of what flashlab uses, and the command that puts right what is missing."""
     findings = examine(data)
-    answer(findings, ("name", "state", "detail"), as_json=as_json)
+    answer(findings, ("name", "state", "detail"))
     for finding in findings:
-        if finding.fix and not as_json:
+        if finding.fix and not as_json():
             say(f"{finding.name}: {finding.fix}")
     if any(finding.state == "broken" for finding in findings):
         raise typer.Exit(1)

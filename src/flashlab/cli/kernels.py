@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from flashlab.cli import options as opt
-from flashlab.cli.output import answer, complain, following, say
+from flashlab.cli.output import answer, as_json, complain, following, say
 from flashlab.core.errors import CheckFailedError, CompileError, ParameterError, UnsupportedError
 from flashlab.core.inputs import TRAINED
 from flashlab.core.inputs import parse as kinds_in
@@ -29,7 +29,7 @@ def _chosen(ids: Sequence[str] | None, dead_ends: bool = False) -> list[str]:
     return list(dict.fromkeys([*(ids or ()), *(registry.DEAD_ENDS if dead_ends else ())]) or registry.STAGES)
 
 
-def stages(*, dead_ends: opt.DeadEnds = False, as_json: opt.Json = False) -> None:
+def stages(*, dead_ends: opt.DeadEnds = False) -> None:
     """List the stages: what each changes, where it runs, what can be tuned."""
     from flashlab.kernels import registry
 
@@ -39,7 +39,7 @@ def stages(*, dead_ends: opt.DeadEnds = False, as_json: opt.Json = False) -> Non
     columns = {name: name for name in shown}
     tunables = {"tunables": lambda stage: {name: param.default for name, param in stage.params.items()}}
     document = [{name: getattr(stage, name) for name in fields} for stage in rows]
-    answer(rows, columns | tunables, as_json=as_json, document=document)
+    answer(rows, columns | tunables, document=document)
 
 
 def compile_(
@@ -47,7 +47,6 @@ def compile_(
     *,
     dead_ends: opt.DeadEnds = False,
     arch: opt.Archs = None,
-    as_json: opt.Json = False,
 ) -> None:
     """Compile stages for architectures, no GPU needed, and show what ptxas says of each."""
     from flashlab.build import compiler
@@ -80,7 +79,7 @@ def compile_(
         }
     columns = ("stage", "arch", "head_dim", "dtype", "mask", "registers", "spill_store_bytes", "stack_bytes")
     sizes = ("static_smem_bytes", "dynamic_smem_bytes", "threads", "seconds", "cached")
-    answer(rows, (*columns, *sizes), as_json=as_json)
+    answer(rows, (*columns, *sizes))
     failures = [result for result in results if isinstance(result, CompileError)]
     # A mistake in the source fails at every head dim, type and mask, each with its own command and log.
     for failure in {failure.summary: failure for failure in reversed(failures)}.values():
@@ -98,7 +97,6 @@ def sass(
     dtype: opt.TheDType = "float16",
     mask: opt.TheMask = "full",
     listing: Annotated[bool, typer.Option("--listing", help="Print every instruction.")] = False,
-    as_json: opt.Json = False,
 ) -> None:
     """Count a stage's machine instructions by class, or list them; no GPU needed."""
     from flashlab.build import compiler
@@ -112,11 +110,9 @@ def sass(
     cubin = compiler.compile_stage(compiler.Job.of(stage, problem, arch=arch, overrides=variant))
     instructions = module.disassemble(cubin.code, cubin.entry)
     if listing:
-        if as_json:
+        if as_json():
             classes = map(module.classify, instructions)
-            answer(
-                [asdict(line) | {"class": kind} for line, kind in zip(instructions, classes, strict=True)], as_json=True
-            )
+            answer([asdict(line) | {"class": kind} for line, kind in zip(instructions, classes, strict=True)])
         else:
             sys.stdout.writelines(f"{line.address:6x}  {line.text}\n" for line in instructions)
         return
@@ -131,12 +127,11 @@ def sass(
             "%": lambda name: f"{percent * counts[name]:.1f}",
             "what it holds": module.CLASSES.get,
         },
-        as_json=as_json,
         title=f"{stage_id} D{problem.head_dim} {mask} {dtype} on {arch}",
         document={"stage": stage.id, "arch": arch, "sha256": cubin.sha256}
         | {"counts": counts, "branches": branches, "shared_memory": shared},
     )
-    if not as_json:
+    if not as_json():
         say(
             f"branches under a condition: {branches.predicated}, and {branches.predicated_exits} exits; in subroutines "
             f"{branches.in_subroutines}. Instructions on shared memory: {shared}"
@@ -173,7 +168,6 @@ def check(
     ] = False,
     device: opt.Device = 0,
     data: opt.Tables = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Compare stages with the float64 oracle, over lengths, layouts, types, masks and inputs that break kernels.
 
@@ -237,14 +231,14 @@ def check(
                 module.OPTIONS, data=data, device=device, seed=seed, progress=follow, note=say, resume=resume
             )
             results = module.check_stages(chosen, **common, record=record, emulate=on == "both", options=options)
-    _show_checks(results, as_json)
+    _show_checks(results)
 
 
 MOST_REASONS = 8
 """Why something is unsupported is said at most so many times."""
 
 
-def _show_checks(results: CheckRun, as_json: bool) -> None:
+def _show_checks(results: CheckRun) -> None:
     """How many comparisons of each stage passed, and which failed; an error where any did that should not, or all are
     unsupported."""
     fields = ("stage", "layout", "status", "reason", "verdict", "findings", "emulator")
@@ -261,7 +255,7 @@ def _show_checks(results: CheckRun, as_json: bool) -> None:
         count.update(row["fallbacks"] or {})
     columns = ("passed", "failed", "unsupported", "renormalized", "recomputed")
     totals = [{"stage": name, **{key: count[key] for key in columns}} for name, count in counts.items()]
-    answer(totals, ("stage", *columns), as_json=as_json, document=rows)
+    answer(totals, ("stage", *columns), document=rows)
     if results.path:
         say(f"recorded in {results.path}")
     for failed in results.failures:
@@ -305,7 +299,6 @@ def explain(
     gpu: opt.Gpu = None,
     arch: opt.Arch = None,
     data: opt.Tables = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Say which stage and tunables `flashlab.attention` takes for a problem, why, and how long it may take.
 
@@ -320,8 +313,8 @@ def explain(
         for place, row in zip(("taken", "second", "third"), [chosen, *chosen["runners_up"]], strict=False)
     ]
     columns = ("", "stage", "parameters", "predicted_us", "time_from", "run", "tuned_on")
-    answer(rows, columns, as_json=as_json, title=f"{problem.label} on {chosen['gpu']}", document=chosen)
-    if not as_json:
+    answer(rows, columns, title=f"{problem.label} on {chosen['gpu']}", document=chosen)
+    if not as_json():
         typer.echo(" ".join(filter(None, (chosen["reason"], chosen["lent"]))))
 
 

@@ -12,16 +12,17 @@ import typer
 
 from flashlab.cli import options as opt
 from flashlab.cli.kernels import kept_wrong
-from flashlab.cli.output import answer, answer_nothing, following, say
+from flashlab.cli.output import answer, answer_nothing, as_json, following, say
 from flashlab.cli.records import RUN_COLUMNS
 from flashlab.core.errors import CheckFailedError, NoDataError, ParameterError
 from flashlab.core.inputs import ALL, NORMAL, drawn
 from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import DATA
-from flashlab.core.problem import DTYPES, FIRST_SHAPE, MASKS, SUITES, DType, Problem, matching
+from flashlab.core.problem import DTYPES, FIRST_SHAPE, MASKS, SUITES, DType, Mask, Problem, matching
 from flashlab.core.problem import suite as suite_of
 
 if TYPE_CHECKING:
+    from flashlab.measure.options import Options
     from flashlab.measure.tune import Task
 
 
@@ -55,7 +56,6 @@ def bench(
     dry_run: opt.DryRun = False,
     device: opt.Device = 0,
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Check and time stages and libraries on the GPU, interleaved, and append a run to data/<gpu>/runs/.
 
@@ -64,18 +64,16 @@ def bench(
     and their parents in place of the ladder, and problems with a window or a soft cap those that take them. --shape
     takes the place of a suite.
     """
-    from flashlab.kernels import registry
     from flashlab.measure import bench as module
     from flashlab.record import store
 
     if shape and suite:
         raise ParameterError(f"--shape: wanted no --suite beside it, whose place it takes, got --suite {suite}")
-    suite = suite or "first"
-    shapes = [Problem.parse(text, dtype=of_type, mask=of) for text in shape or () for of_type in DTYPES for of in MASKS]
-    suited = matching(shapes or suite_of(suite), dtype=dtype, mask=mask)
-    kinds = kinds_in(inputs or (ALL if suite == "inputs" and not shape else NORMAL))
-    chosen = matching(suited, head_dim=head_dim, q_len=length)
+    suite = "" if shape else suite or "first"
+    suited = _suited(suite, shape, dtype, mask)
     asked = opt.features(window, softcap) if window or softcap else {}
+    kinds = kinds_in(inputs or (ALL if suite == "inputs" else NORMAL))
+    chosen = matching(suited, head_dim=head_dim, q_len=length)
     problems = [replace(problem, inputs=kind, **asked) for problem in chosen for kind in kinds]
     if not problems:
         dims, lengths = ({getattr(problem, name) for problem in suited} for name in ("head_dim", "q_len"))
@@ -83,15 +81,7 @@ def bench(
             f"wanted problems of that kind in {' '.join(shape) if shape else f'suite {suite}'}, found none. It has "
             f"head dims {', '.join(map(str, sorted(dims)))} and lengths {', '.join(map(str, sorted(lengths)))}"
         )
-    named = opt.stages_in(stages)
-    places = {"decode": registry.DECODE, "fp8": registry.FP8}
-    if named is None and suite in places and not shape:
-        named = [name for stage in places[suite].values() for name in (stage.parent, stage.id) if name]
-    if named is None and any(problem.features for problem in problems):
-        named = [name for name, stage in registry.STAGES.items() if stage.features]
-    if dead_ends:
-        variants = (name for stage in registry.DEAD_ENDS.values() for name in (stage.id, *stage.variant_names))
-        named = [*(named or ()), *variants]
+    named = _stages(opt.stages_in(stages), suite, problems, dead_ends)
     plan = {
         "samples": samples,
         "cold_samples": cold,
@@ -104,7 +94,7 @@ def bench(
     if sustained is not None:
         changes["sustained_shapes"] = None
     what: dict[str, Any] = {"stages": named, "peers": opt.names_in(peers), "sources": opt.sources(source)}
-    planned = replace(module.Plan() if shape else module.plan_of(suite), **changes)
+    planned = replace(module.plan_of(suite), **changes)
     what |= {"plan": planned, "ceilings": ceilings}
     names = planned.sustained_names or ()
     if names and not any(planned.sustains(problem, name) for problem in problems for name in names):
@@ -115,25 +105,46 @@ def bench(
         known = [row for name in store.gpus() for row in store.measurements(name)]
         estimates, total_s = module.estimate(problems, **what, known=known)
         columns = {"problem": "problem.label", **{name: name for name in ("implementations", "sustained", "seconds")}}
-        answer(estimates, columns, as_json=as_json, document={"seconds": total_s, "problems": estimates})
+        answer(estimates, columns, document={"seconds": total_s, "problems": estimates})
         say(f"about {total_s / 60:.1f} minutes with the start; nothing was measured")
         return
     with following("measuring") as follow:
         options = module.Options(data=data, device=device, progress=follow, note=say, resume=resume)
         path = module.run(problems, **what, options=options)
     if path is None:
-        answer_nothing(as_json)
+        answer_nothing()
     else:
-        _show_run(path, as_json)
+        _show_run(path)
 
 
-def _show_run(path: Path, as_json: bool) -> None:
+def _suited(suite: str, shapes: Sequence[str] | None, dtype: DType | None, mask: Mask | None) -> list[Problem]:
+    """The problems of a suite or, without one, of shapes, in every type and under every mask unless one is given."""
+    at = [Problem.parse(text, dtype=of, mask=under) for text in shapes or () for of in DTYPES for under in MASKS]
+    return matching(suite_of(suite) if suite else at, dtype=dtype, mask=mask)
+
+
+def _stages(named: list[str] | None, suite: str, problems: Sequence[Problem], dead_ends: bool) -> list[str] | None:
+    """The stages of a run: those named, else those that the suite or the problems are for; None: the ladder."""
+    from flashlab.kernels import registry
+
+    places = {"decode": registry.DECODE, "fp8": registry.FP8}
+    if named is None and suite in places:
+        named = [name for stage in places[suite].values() for name in (stage.parent, stage.id) if name]
+    if named is None and any(problem.features for problem in problems):
+        named = [name for name, stage in registry.STAGES.items() if stage.features]
+    if dead_ends:
+        variants = (name for stage in registry.DEAD_ENDS.values() for name in (stage.id, *stage.variant_names))
+        named = [*(named or ()), *variants]
+    return named
+
+
+def _show_run(path: Path) -> None:
     """The rows of a run; an error where one has no time and might have one."""
     from flashlab.query.rows import headline
     from flashlab.record import schema, store
 
     rows = sorted(store.read(path, schema.Measurement)[0], key=lambda row: row.with_lse)
-    answer([headline(row) for row in rows], RUN_COLUMNS, as_json=as_json, title=f"{path.stem}, burst, hot L2")
+    answer([headline(row) for row in rows], RUN_COLUMNS, title=f"{path.stem}, burst, hot L2")
     say(f"recorded in {path}")
     failures = [
         f"{row.name} at {row.problem.label}: {row.status}: {row.reason}"
@@ -164,7 +175,6 @@ def tune(
     dry_run: opt.DryRun = False,
     device: opt.Device = 0,
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Try a stage's tunables on the GPU, and append every variant, losers too, to data/<gpu>/tuning/."""
     from flashlab.kernels import registry
@@ -179,55 +189,55 @@ def tune(
     here |= {"--inputs": inputs != NORMAL}
     if plan is not None and (given := [name for name, value in here.items() if value]):
         raise ParameterError(f"--plan: wanted no {', '.join(given)}: an entry of the file says what it tries and where")
-    of_type = dtype or "float16"
-    rows: list[dict[str, Any]] = []
     options = Options(data=data, device=device, note=say, resume=resume)
-    tunings: list[list[module.Task]] = []
     if plan is not None:
-        known = module.read_plan(plan)
-        tasks = [task for task in known if matching([task.key.problem], head_dim=head_dim, mask=mask)]
-        if not tasks:
-            dims = ", ".join(map(str, sorted({task.key.problem.head_dim for task in known}))) or "none"
-            raise ParameterError(
-                f"--plan: wanted entries of that head dim and mask, found none. {plan} has head dims {dims}"
-            )
+        _tune_plan(plan, options, dry_run=dry_run, head_dim=head_dim, mask=mask)
+        return
+    assert stage is not None
+    entry, of_type = registry.get(stage), dtype or "float16"
+    how: dict[str, Any] = {"grid": module.parse_grid(entry, param) if param else None, "each": each}
+    how["limit"] = limit or module.LIMIT
+    where: dict[str, Any] = {"shapes": shape, "inputs": drawn(inputs)}
+    rows: list[dict[str, Any]] = []
+    tunings: list[list[Task]] = []
+    for dim, of in product(head_dim or entry.head_dims, (mask,) if mask else MASKS):
+        for problem in module.problems_of(head_dim=dim, mask=of, dtype=of_type, shapes=shape):
+            entry.require(problem)
         if dry_run:
-            rows = [
-                {
-                    "stage": task.key.stage,
-                    "problem": task.key.problem.label,
-                    "variants": len(task.variants),
-                    "beside": task.peers,
-                }
-                for task in tasks
-            ]
-            answer(rows, ("stage", "problem", "variants", "beside"), as_json=as_json)
-            say(f"about {module.estimate_s(tasks):.0f} s with the start; nothing was measured")
-            return
+            variants = len(module.variants_of(entry, dim, **how))
+            rows.append({"stage": stage, "head_dim": dim, "mask": of, "dtype": of_type, "variants": variants})
+            continue
         with following("tuning") as follow:
-            tunings = [[one] for one in module.tune_all(tasks, options=replace(options, progress=follow))]
-    elif stage is not None:
-        entry = registry.get(stage)
-        how: dict[str, Any] = {"grid": module.parse_grid(entry, param) if param else None, "each": each}
-        how["limit"] = limit or module.LIMIT
-        where: dict[str, Any] = {"shapes": shape, "inputs": drawn(inputs)}
-        for dim, of in product(head_dim or entry.head_dims, (mask,) if mask else MASKS):
-            for problem in module.problems_of(head_dim=dim, mask=of, dtype=of_type, shapes=shape):
-                entry.require(problem)
-            if dry_run:
-                variants = len(module.variants_of(entry, dim, **how))
-                rows.append({"stage": stage, "head_dim": dim, "mask": of, "dtype": of_type, "variants": variants})
-                continue
-            with following("tuning") as follow:
-                where["options"] = replace(options, progress=follow)
-                tunings.append(module.tune(stage, head_dim=dim, mask=of, dtype=of_type, **how, **where))
+            where["options"] = replace(options, progress=follow)
+            tunings.append(module.tune(stage, head_dim=dim, mask=of, dtype=of_type, **how, **where))
     if dry_run:
-        answer(rows, ("stage", "head_dim", "mask", "dtype", "variants"), as_json=as_json)
+        answer(rows, ("stage", "head_dim", "mask", "dtype", "variants"))
     else:
-        _show_tuned(tunings, as_json)
+        _show_tuned(tunings)
 
 
-def _show_tuned(tunings: Sequence[Sequence[Task]], as_json: bool) -> None:
+def _tune_plan(plan: Path, options: Options, *, dry_run: bool, **wanted: Any) -> None:
+    """Tune what a plan's entries say, of the head dims and the mask that are wanted."""
+    from flashlab.measure import tune as module
+
+    known = module.read_plan(plan)
+    tasks = [task for task in known if matching([task.key.problem], **wanted)]
+    if not tasks:
+        dims = ", ".join(map(str, sorted({task.key.problem.head_dim for task in known}))) or "none"
+        raise ParameterError(
+            f"--plan: wanted entries of that head dim and mask, found none. {plan} has head dims {dims}"
+        )
+    if dry_run:
+        columns = ("stage", "problem", "variants", "beside")
+        cells = ((one.key.stage, one.key.problem.label, len(one.variants), one.peers) for one in tasks)
+        answer([dict(zip(columns, row, strict=True)) for row in cells], columns)
+        say(f"about {module.estimate_s(tasks):.0f} s with the start; nothing was measured")
+        return
+    with following("tuning") as follow:
+        _show_tuned([[one] for one in module.tune_all(tasks, options=replace(options, progress=follow))])
+
+
+def _show_tuned(tunings: Sequence[Sequence[Task]]) -> None:
     """What the last round of each tuning, of a task a problem, gave."""
     from flashlab.record import schema, store
     from flashlab.show import tuning as module
@@ -243,10 +253,9 @@ def _show_tuned(tunings: Sequence[Sequence[Task]], as_json: bool) -> None:
     answer(
         [trial for trial, _ in lines],
         {**columns, "speedup": "speedup", "reason": lambda trial: trial["reason"][:80]},
-        as_json=as_json,
         document=[{**trial, "path": path} for trial, path in lines],
     )
-    for tasks in () if as_json else tunings:
+    for tasks in () if as_json() else tunings:
         first, problems = tasks[0], ", ".join(task.key.problem.label for task in tasks)
         say(
             f"{first.key.stage} {problems}: {len(first.refused)} variants refused, {len(first.twins)} with another's "
@@ -254,7 +263,7 @@ def _show_tuned(tunings: Sequence[Sequence[Task]], as_json: bool) -> None:
         )
 
 
-def tuned(*, gpu: opt.Gpu = None, data: opt.Data = DATA, as_json: opt.Json = False) -> None:
+def tuned(*, gpu: opt.Gpu = None, data: opt.Data = DATA) -> None:
     """Write data/<gpu>/tuned.json, from which `flashlab.attention` chooses stage and tunables, from the records.
 
     Shows what is chosen for every problem that torch's SDPA was timed on, and where that is slower. For the GPU at
@@ -287,7 +296,7 @@ def tuned(*, gpu: opt.Gpu = None, data: opt.Data = DATA, as_json: opt.Json = Fal
         }
         for held in held_against
     ]
-    answer(rows, ("problem", "stage", "parameters", "measured_us", "sdpa_us", "ratio", "run"), as_json=as_json)
+    answer(rows, ("problem", "stage", "parameters", "measured_us", "sdpa_us", "ratio", "run"))
     slower = [row["problem"] for row in rows if row["ratio"] is not None and row["ratio"] < 1]
     say(f"{module.tally(held_against)}{' Slower: ' if slower else ''}{', '.join(slower)}")
     say(f"Written to {path}")
@@ -304,30 +313,21 @@ def profile(
     resume: opt.Resume = False,
     device: opt.Device = 0,
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Profile stages with Nsight Compute, and append what units and warps did to data/<gpu>/profiles/."""
     from flashlab.measure import profile as module
 
     problem = Problem.parse(shape or FIRST_SHAPE, dtype=dtype, mask=mask, inputs=drawn(inputs))
-    missed: list[str] = []
-
-    def note(line: str) -> None:
-        say(line)
-        if line.endswith("not profiled"):
-            missed.append(line)
-
-    options = replace(module.OPTIONS, data=data, device=device, note=note, resume=resume)
-    path, profiles = module.profile(stage_ids or None, problem, options)
+    options = replace(module.OPTIONS, data=data, device=device, note=say, resume=resume)
+    path, profiles, missed = module.profile(stage_ids or None, problem, options)
     if path is None:
-        answer_nothing(as_json)
+        answer_nothing()
         return
     counters = ("tensor_percent", "issue_percent", "warps_percent", "dram_bytes", "l2_bytes", "conflict_percent")
     answer(
         profiles,
         {name: name for name in ("stage", *counters)}
         | {"warps": lambda row: ", ".join(f"{state} {share:.0f} %" for state, share in [*row.states.items()][:3])},
-        as_json=as_json,
         title=f"{problem.label} on {profiles[0].gpu}",
     )
     hot = [
@@ -341,7 +341,7 @@ def profile(
         for kernel in profiles
         for line in kernel.lines[:lines]
     ]
-    if hot and not as_json:
+    if hot and not as_json():
         answer(hot, tuple(hot[0]))
     say(f"Recorded in {path}")
     if missed:
@@ -353,7 +353,6 @@ def train(
     head_dim: opt.HeadDims = None,
     steps: Annotated[int | None, typer.Option(help="In place of the model's own number of them.", min=1)] = None,
     device: opt.Device = 0,
-    as_json: opt.Json = False,
 ) -> None:
     """Train the language models whose Q, K and V are the inputs `trained`, on the GPU, and keep them in the cache.
 
@@ -370,8 +369,8 @@ def train(
             for config in configs
         ]
     columns = ("head_dim", "digest", "loss", "held_out_loss", "steps", "seconds")
-    answer(models, columns, as_json=as_json, title="losses in nats a byte")
-    if not as_json:
+    answer(models, columns, title="losses in nats a byte")
+    if not as_json():
         layers = [
             {"head_dim": model["head_dim"], "layer": index, **layer}
             for model in models

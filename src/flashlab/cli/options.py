@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flashlab.core.errors import ParameterError
+from flashlab.core.errors import ParameterError, refuse_unknown
 from flashlab.core.inputs import ALL, KINDS
 from flashlab.core.paths import DATA, require_checkout
 from flashlab.core.problem import UNLIMITED, DType, Mask
@@ -89,9 +89,8 @@ def _resolve(value: Any) -> Any:
 def _known_arch(value: Any) -> Any:
     from flashlab.kernels.registry import ARCHS
 
-    for one in value if isinstance(value, list | tuple) else (value,):
-        if one not in (None, *ARCHS):
-            raise ParameterError(f"arch: wanted one of {', '.join(ARCHS)}, got {one!r}")
+    given = value if isinstance(value, list | tuple) else (value,)
+    refuse_unknown("arch", ARCHS, *(one for one in given if one is not None))
     return value
 
 
@@ -162,4 +161,3 @@ Device = Annotated[int, typer.Option(help="CUDA device index.", min=0)]
 Data = Annotated[Path, typer.Option(callback=_of_checkout, help="Folder of recorded data.", show_default=False)]
 Tables = Annotated[Path, typer.Option("--data", help="Folder of recorded data.", show_default=False)]
 """As `Data`, of a command that wants no records: a wheel has the tables of choices."""
-Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]

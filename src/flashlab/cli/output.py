@@ -8,9 +8,13 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
-from typing import TYPE_CHECKING, Any
+from functools import wraps
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 
@@ -19,6 +23,7 @@ from flashlab.core.errors import FlashlabError
 if TYPE_CHECKING:
     from flashlab.build.parallel import Follow
 
+Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
 PIPED_WIDTH = 200
 """Columns of a table that goes to a file or a pipe, where nothing says how wide it may be."""
 LAST_WIDTH = 30
@@ -29,19 +34,41 @@ Columns = Sequence[str] | Mapping[str, str | Callable[[Any], object]]
 cell from the row."""
 
 
-def answer(
-    rows: Sequence[Any], columns: Any = (), *, as_json: bool = False, title: str | None = None, document: Any = None
-) -> None:
-    """Write rows to stdout: all their fields as JSON, or some of them as a table.
+_as_json = ContextVar("as_json", default=False)
+
+
+def as_json() -> bool:
+    """Whether the command was asked for JSON."""
+    return _as_json.get()
+
+
+def with_json(command: Callable[..., None]) -> Callable[..., None]:
+    """A command with the option `--json`: what it answers is then JSON."""
+
+    @wraps(command)
+    def run(*arguments: Any, as_json: bool, **options: Any) -> None:
+        token = _as_json.set(as_json)
+        try:
+            command(*arguments, **options)
+        finally:
+            _as_json.reset(token)
+
+    own = signature(command, eval_str=True)
+    option = Parameter("as_json", Parameter.KEYWORD_ONLY, default=False, annotation=Json)
+    vars(run)["__signature__"] = own.replace(parameters=[*own.parameters.values(), option])
+    return run
+
+
+def answer(rows: Sequence[Any], columns: Any = (), *, title: str | None = None, document: Any = None) -> None:
+    """Write rows to stdout: all their fields as JSON where that is asked for, or some of them as a table.
 
     Args:
         rows: mappings, dataclasses or pydantic models.
         columns: of the table, `Columns`.
-        as_json: JSON instead of the table.
         title: above the table.
         document: what JSON holds in place of the rows, where they are only a part of it.
     """
-    if as_json:
+    if as_json():
         document = rows if document is None else document
         sys.stdout.write(json.dumps(document, indent=2, default=_plain) + "\n")
         return
@@ -63,10 +90,10 @@ def answer(
     console.print(table)
 
 
-def answer_nothing(as_json: bool) -> None:
+def answer_nothing() -> None:
     """Where there was nothing to do, which a message says: JSON without rows, and no table."""
-    if as_json:
-        answer((), as_json=True)
+    if as_json():
+        answer(())
 
 
 def _blocks(console: Console, headings: Sequence[str], cells: Sequence[Sequence[str]], title: str | None) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from flashlab.cli import options as opt
-from flashlab.cli.output import answer, say
+from flashlab.cli.output import answer, as_json, say
 from flashlab.core.errors import DamagedRecordError, NoDataError, OutputError, ParameterError
 from flashlab.core.inputs import KINDS, NORMAL
 from flashlab.core.inputs import parse as kinds_in
@@ -59,7 +59,6 @@ def results(
         bool, typer.Option("--verify", help="Check files of every kind, of every GPU if none is named.")
     ] = False,
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Show what the report shows of a GPU: for every problem the newest session that covers most of the ladder.
 
@@ -76,7 +75,7 @@ def results(
         if given := " ".join(f"--{key}" for key, value in narrower.items() if value):
             raise ParameterError(f"--verify: wanted no option beside it but --gpu, --data and --json, got {given}")
         folders = store.folders(data) if gpu is None else ()
-        _verify(folders or (store.require_runs(gpu, data),), data, as_json)
+        _verify(folders or (store.require_runs(gpu, data),), data)
         return
     name = store.require_runs(gpu, data)
     kinds = kinds_in(inputs or NORMAL)
@@ -88,27 +87,13 @@ def results(
     wanted = {"shape": Problem.parse(shape).shape if shape else None, "dtype": dtype, "mask": mask}
 
     if against_peers:
-        _against_peers(name, data, wanted, kinds, as_json)
+        _against_peers(name, data, wanted, kinds)
         return
-    shown = select.load(name, data, kinds)
     for damage in store.verify(name, data):
         say(f"damaged, left out: {damage}")
-    features = opt.features(window, softcap)
-
-    def found(problems: Mapping[Problem, Sequence[Measurement]]) -> list[Measurement]:
-        asked = (one for one in matching(problems, **wanted) if all(getattr(one, k) == v for k, v in features.items()))
-        return [row for problem in asked for row in problems[problem]]
-
-    rows = found(shown.problems) or found(select.beyond(name, data, kinds))
-    if not rows:
-        every = {**select.load(name, data, tuple(KINDS)).problems, **select.beyond(name, data, tuple(KINDS))}
-        asked = (f"--window {window}" if window else None, f"--softcap {softcap:g}" if softcap else None)
-        what = " ".join(filter(None, (*wanted.values(), *asked, inputs)))
-        near = sorted(every, key=lambda problem: _apart(problem, {**wanted, **features}, kinds))[:NEAREST]
-        raise NoDataError(
-            f"wanted rows of {what} on {name}, found none. Nearest of {len(every)} recorded problems: "
-            f"{'; '.join(problem.label for problem in near)}"
-        )
+    asked = (f"--window {window}" if window else None, f"--softcap {softcap:g}" if softcap else None)
+    what = " ".join(filter(None, (*wanted.values(), *asked, inputs)))
+    rows = _rows(name, data, {**wanted, **opt.features(window, softcap)}, kinds, what)
     state: tuple[Regime, Cache] = (regime or "burst", cache or "hot")
     if (regime or cache) and not any(row.samples_of(*state) for row in rows):
         states = sorted({(samples.regime, samples.cache) for row in rows for samples in row.samples})
@@ -120,7 +105,31 @@ def results(
     title = f"{name}, newest run {max(row.run for row in rows)}, {select.STATES.get(state, ', '.join(state))}"
     # Samples of a state may be of another run of the session than the row.
     flat = [headline(row, *state) | {"run": select.origin(row, *state)[0]} for row in rows]
-    answer(flat, RUN_COLUMNS, as_json=as_json, title=title)
+    answer(flat, RUN_COLUMNS, title=title)
+
+
+def _rows(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Sequence[str], what: str) -> list[Measurement]:
+    """The rows that the report shows of the problems that are wanted, else those off the ladder.
+
+    Raises:
+        NoDataError: none of `what`; the message names the nearest problems.
+    """
+    from flashlab.query import select
+
+    def problems(kinds: Sequence[str]) -> Iterator[Mapping[Problem, Sequence[Measurement]]]:
+        yield select.load(gpu, data, kinds).problems
+        yield select.beyond(gpu, data, kinds)
+
+    for recorded in problems(kinds):
+        asked = [one for one in recorded if all(value in (None, getattr(one, name)) for name, value in wanted.items())]
+        if asked:
+            return [row for problem in asked for row in recorded[problem]]
+    every = {problem: None for recorded in problems(tuple(KINDS)) for problem in recorded}
+    near = sorted(every, key=lambda problem: _apart(problem, wanted, kinds))[:NEAREST]
+    raise NoDataError(
+        f"wanted rows of {what} on {gpu}, found none. Nearest of {len(every)} recorded problems: "
+        f"{'; '.join(problem.label for problem in near)}"
+    )
 
 
 def _apart(problem: Problem, wanted: Mapping[str, Any], kinds: Sequence[str]) -> float:
@@ -132,7 +141,7 @@ def _apart(problem: Problem, wanted: Mapping[str, Any], kinds: Sequence[str]) ->
     return far + unlike + (problem.inputs not in kinds)
 
 
-def _against_peers(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Sequence[str], as_json: bool) -> None:
+def _against_peers(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Sequence[str]) -> None:
     """Our best stage against the best library, a row a problem."""
     from flashlab.query import contests
 
@@ -152,7 +161,6 @@ def _against_peers(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Seque
             **{"sustained ratio": "sustained.ratio", "with lse alike, sustained": "sustained.adjusted_ratio"},
             **{"to fa3 or cuDNN, sustained": "against_named.sustained.ratio", "worst layer": "worst_ratio"},
         },
-        as_json=as_json,
         title=f"{gpu}, newest run {max(pair.run for pair in pairs)}: speed-up over the library (ratio of medians), on "
         "normally distributed inputs of unit scale where a problem names no others"
         + ("; †: without a library that takes it, which --json names" if any(pair.not_timed for pair in pairs) else ""),
@@ -160,17 +168,17 @@ def _against_peers(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Seque
     )
 
 
-def _verify(gpus: Sequence[str], data: Path, as_json: bool) -> None:
+def _verify(gpus: Sequence[str], data: Path) -> None:
     """What is wrong with the files of GPUs; an error where anything is."""
     from flashlab.record import store
 
     damage = [damaged for gpu in gpus for damaged in store.verify(gpu, data)]
-    if as_json:
-        answer(damage, as_json=True)
+    if as_json():
+        answer(damage)
     if damage:
         lines = "\n  ".join(map(str, damage))
         raise DamagedRecordError(f"wanted sound records, found:\n  {lines}")
-    for gpu in () if as_json else gpus:
+    for gpu in () if as_json() else gpus:
         typer.echo(f"data/{gpu} is sound: {store.extent(gpu, data)}")
 
 
@@ -181,7 +189,6 @@ def collect(
     *,
     commit: Annotated[str, typer.Option(help="Only runs of this commit.")] = "",
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Take over what other machines recorded: whole and sound runs of one commit, each once; else none, and why.
 
@@ -191,7 +198,7 @@ def collect(
 
     collected = module.collect(folders, data.resolve(), commit=commit)
     columns = {"gpu": "gpu", "from": "folder", "taken": lambda one: len(one.taken), "known": lambda one: len(one.known)}
-    answer(collected, columns, as_json=as_json)
+    answer(collected, columns)
 
 
 def compare(
@@ -204,7 +211,6 @@ def compare(
     dtype: opt.OneDType = None,
     mask: opt.OneMask = None,
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Say which times changed between two runs, commits, drivers or GPUs, by more than starts of a machine differ.
 
@@ -237,7 +243,6 @@ def compare(
     answer(
         changed,
         columns,
-        as_json=as_json,
         title=f"{before} (A) and {after} (B); noise between starts {noise}",
         document=document | {"changes": [{k: v for k, v in vars(one).items() if k != "rows"} for one in changed]},
     )

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from flashlab.cli import options as opt
-from flashlab.cli.output import answer, live, say
+from flashlab.cli.output import answer, as_json, live, say
 from flashlab.core.errors import NoGpuError, ReportError
 from flashlab.core.paths import BUILD, DATA, require_checkout
 
@@ -41,7 +41,6 @@ def report(
         bool, typer.Option("--dry-run", help="Say what would be done and how long it may take, and do nothing.")
     ] = False,
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Run every notebook and build the report site; with an NVIDIA GPU, measure it first.
 
@@ -54,7 +53,7 @@ def report(
     where = {"data": data.resolve(), "out": out.resolve()}
     planned = site.plan(source=source, gpu=gpu, stages=chosen, full=full, **where)
     if dry_run:
-        answer(planned, COLUMNS, as_json=as_json)
+        answer(planned, COLUMNS)
         say(f"{_needed(planned)}\nnothing was run")
         return
     say(_needed(planned))
@@ -62,8 +61,8 @@ def report(
         index = site.run(
             source=source, gpu=gpu, stages=chosen, full=full, timeout_s=timeout, say=say, live=follow, **where
         )
-    if as_json:
-        answer((), as_json=True, document={"index": str(index)})
+    if as_json():
+        answer((), document={"index": str(index)})
     else:
         typer.echo(
             f"The report is in {index.parent}: open {index}. Its search works only when it is served: `make serve`."
@@ -99,7 +98,6 @@ def sweep(
     out: Annotated[Path, typer.Option(help="Folder of the cells' files.", show_default=False)] = BUILD / "sweep",
     timeout: Timeout = None,
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Run notebooks on GPUs, cell by cell; what is done is not run again, and what was cut off goes on."""
     from flashlab.record import store, upload
@@ -121,7 +119,7 @@ def sweep(
         planned = module.planned(chosen, out, data)
         needed = _needed(planned, sum(available.values()) if connected else 1)
         if action in ("plan", "status"):
-            answer(planned, COLUMNS, as_json=as_json)
+            answer(planned, COLUMNS)
             say(needed)
             return
         module.place(chosen, available)
@@ -132,7 +130,7 @@ def sweep(
             )
     for name in {one.gpu for one in chosen if one.measures}:
         upload.sync(name, data)
-    answer(module.planned(chosen, out, data), COLUMNS, as_json=as_json)
+    answer(module.planned(chosen, out, data), COLUMNS)
     if lacking := [f"{one.label}: {ended[one.id].why}" for one in chosen if ended[one.id].state != "done"]:
         listed = "\n  ".join(lacking)
         raise ReportError(

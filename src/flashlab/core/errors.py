@@ -29,6 +29,7 @@ A message says what was wanted, what came, and what works.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 
@@ -62,6 +63,13 @@ class UnknownStageError(InputError):
 
 class ParameterError(InputError):
     """A tunable, option or notebook parameter that does not exist or does not fit."""
+
+
+def refuse_unknown(what: str, known: Collection[Any], *values: Any) -> None:
+    """Raises `ParameterError` where one of the values is none of those that are known, which it names."""
+    for value in values:
+        if value not in known:
+            raise ParameterError(f"{what}: wanted one of {', '.join(known) or 'none'}, got {value!r}")
 
 
 class UnsupportedError(FlashlabError):

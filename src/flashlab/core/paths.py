@@ -12,7 +12,9 @@ import hashlib
 import os
 import re
 import tempfile
+import tomllib
 from pathlib import Path
+from typing import Any
 
 from flashlab.core.errors import MissingError, OutputError
 
@@ -60,6 +62,12 @@ def writable_dir(path: Path, purpose: str) -> Path:
             "Name one that you may write to, for example one under your home folder."
         ) from error
     return path
+
+
+def table(module: str, name: str = "") -> dict[str, Any]:
+    """What a TOML file beside a module, its `__file__`, holds: the one of that name, else of the module's."""
+    path = Path(module)
+    return tomllib.loads(path.with_name(f"{name or path.stem}.toml").read_text(encoding="utf-8"))
 
 
 def slug(gpu_name: str) -> str:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, Literal, get_args
 
-from flashlab.core.errors import DTypeError, ParameterError, ShapeError
+from flashlab.core.errors import DTypeError, ParameterError, ShapeError, refuse_unknown
 from flashlab.core.inputs import NORMAL, require
+from flashlab.core.paths import table
 
 DType = Literal["float16", "bfloat16"]
 Mask = Literal["full", "causal"]
@@ -82,8 +83,7 @@ class Problem:
             )
         if self.dtype not in DTYPES:
             raise DTypeError(f"dtype: wanted one of {', '.join(DTYPES)}, got {self.dtype!r}")
-        if self.mask not in MASKS:
-            raise ParameterError(f"mask: wanted one of {', '.join(MASKS)}, got {self.mask!r}")
+        refuse_unknown("mask", MASKS, self.mask)
         require(self.inputs)
         object.__setattr__(self, "window", tuple(self.window))  # JSON has lists
         if len(self.window) != 2 or any(type(side) is not int or side < UNLIMITED for side in self.window):
@@ -217,61 +217,11 @@ class Problem:
         return self.flops / time_us / 1e6
 
 
-FIRST_SHAPE = "16x16x2048x64"
+_SUITES = table(__file__, "suites")
+SUITES = tuple(_SUITES)
+FIRST_SHAPE: str = _SUITES["first"]["shapes"][0]
 """The shape that the sources state where they state one: the ladder is shown at it."""
-
-STANDARD_SHAPES = (
-    FIRST_SHAPE,
-    "16x16x2048x128",
-    "4x16x8192x64",
-    "4x16x8192x128",
-    "1x8x512x64",
-    "2x8x512x64",
-    "32x8x128x64",
-    "4x16x2039x64",
-)
-
-CLAIMS_SHAPES = ("1x32x2048x128", "1x8x512x64", "2x8x512x64", "32x8x128x64", "1x8x128x64")
-"""Where claims are judged beside the first shape: a layer of LLaMA-7B, and short sequences, which are ours."""
-
-LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
-"""Sequence lengths of the suite `lengths`, at a constant number of tokens."""
-TOKENS = 32768
-
-_SUITE_CELLS: dict[str, tuple[tuple[str, tuple[DType, ...]], ...]] = {
-    "smoke": (("1x2x130x64", ("float16",)),),
-    "first": ((FIRST_SHAPE, ("float16",)),),
-    "quick": ((FIRST_SHAPE, DTYPES),),
-    "standard": tuple((shape, DTYPES if "x2048x" in shape else ("float16",)) for shape in STANDARD_SHAPES),
-    "peers": tuple((f"16x16x2048x{head_dim}", DTYPES) for head_dim in (64, 128)),
-    "head_dims": tuple(
-        (f"{shape}x{head_dim}", DTYPES) for shape in ("16x16x2048", "4x16x8192") for head_dim in (96, 256)
-    ),
-    "lengths": tuple(
-        (f"{TOKENS // length}x16x{length}x{head_dim}", DTYPES) for head_dim in (64, 128) for length in LENGTHS
-    ),
-    "claims": tuple((shape, ("float16",)) for shape in CLAIMS_SHAPES),
-    "inputs": tuple((f"{shape}x{head_dim}", DTYPES) for shape in ("16x16x2048", "4x16x8192") for head_dim in (64, 128)),
-    "offsets": tuple(
-        (f"16x16x16x{lengths}x{head_dim}", DTYPES)
-        for lengths in ("2048x2049", "512x4609", "2048x6144", "100x1000")
-        for head_dim in (64, 128)
-    ),
-    "decode": (
-        *((f"{batch}x32x8x1x8192x128", DTYPES) for batch in (1, 4, 16, 64)),
-        *((f"{batch}x32x8x1x8192x64", ("float16",)) for batch in (1, 64)),
-    ),
-    "fp8": tuple((f"{TOKENS // length}x16x{length}x128", DTYPES) for length in (2048, 8192, 16384)),
-    "windows": (("4x16x8192x128", ("bfloat16",)),),
-    "gqa": tuple((f"4x32x{kv_heads}x4096x4096x{head_dim}", DTYPES) for kv_heads in (8, 1) for head_dim in (64, 128)),
-}
-_MASKS_OF: dict[str, tuple[Mask, ...]] = {"offsets": ("causal",), "decode": ("full",), "windows": ("causal",)}
-"""Of suites to which the other mask says nothing new: one query row sees all keys under either."""
-_FEATURES_OF: dict[str, tuple[dict[str, Any], ...]] = {
-    "windows": ({}, *({"window": (keys - 1, UNLIMITED)} for keys in (512, 1024, 4096)), {"softcap": 50.0})
-}
-
-SUITES = tuple(_SUITE_CELLS)
+STANDARD_SHAPES: tuple[str, ...] = tuple(_SUITES["standard"]["shapes"])
 
 
 def matching(problems: Iterable[Problem], **wanted: object) -> list[Problem]:
@@ -284,25 +234,17 @@ def matching(problems: Iterable[Problem], **wanted: object) -> list[Problem]:
 
 
 def suite(name: str) -> tuple[Problem, ...]:
-    """The problems of a suite, each full and causal where both say something, on normal inputs.
-
-    `smoke` proves the way through, `first` is the sources' shape and `quick` the same in every element type, `standard`
-    is what the ladder is shown on, `peers` is what is held against the libraries, in bursts and sustained, `head_dims`
-    has the head dims that few stages take, `lengths` is one number of tokens in sequences of many lengths, `claims` is
-    where the sources' claims lie beside their first shape. `inputs` is where kinds of inputs are compared, `offsets` is
-    causal with more keys than queries, at any offset, `decode` is one query row a sequence against a long cache, `fp8`
-    is where inputs stored in FP8 are held against 16 bits, `windows` is causal without and with windows of some lengths
-    and a soft cap, and `gqa` has shared key heads.
+    """The problems of a suite, each full and causal where both say something, on normal inputs; see suites.toml.
 
     Raises:
         ParameterError: no suite of that name.
     """
-    if name not in _SUITE_CELLS:
-        raise ParameterError(f"suite: wanted one of {', '.join(_SUITE_CELLS)}, got {name!r}")
+    refuse_unknown("suite", _SUITES, name)
+    of = _SUITES[name]
     return tuple(
         Problem.parse(shape, dtype=dtype, mask=mask, **features)
-        for shape, dtypes in _SUITE_CELLS[name]
-        for dtype in dtypes
-        for mask in _MASKS_OF.get(name, MASKS)
-        for features in _FEATURES_OF.get(name, ({},))
+        for shape in of["shapes"]
+        for dtype in (("float16",) if shape in of.get("float16", ()) else of.get("dtypes", DTYPES))
+        for mask in of.get("masks", MASKS)
+        for features in of.get("features", ({},))
     )

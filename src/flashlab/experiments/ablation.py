@@ -15,7 +15,6 @@ What the records of all three say is in effects.py.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,8 @@ from typing import Any
 
 from pydantic.dataclasses import dataclass
 
-from flashlab.core.errors import ParameterError
+from flashlab.core.errors import refuse_unknown
+from flashlab.core.paths import table
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.experiments import levers
 from flashlab.kernels import registry
@@ -69,10 +69,7 @@ class Axis:
     """Ids in data/claims.csv that it answers, wholly or in part."""
 
 
-AXES: Mapping[str, Axis] = {
-    name: Axis(name=name, **entry)
-    for name, entry in tomllib.loads(Path(__file__).with_name("axes.toml").read_text(encoding="utf-8")).items()
-}
+AXES: Mapping[str, Axis] = {name: Axis(name=name, **entry) for name, entry in table(__file__, "axes").items()}
 """Every axis by name."""
 
 
@@ -82,9 +79,7 @@ def choose(names: Sequence[str] | None = None) -> tuple[Axis, ...]:
     Raises:
         ParameterError: there is none of a name.
     """
-    for name in names or ():
-        if name not in AXES:
-            raise ParameterError(f"axis: wanted one of {', '.join(AXES)}, got {name!r}")
+    refuse_unknown("axis", AXES, *(names or ()))
     return tuple(AXES[name] for name in dict.fromkeys(names)) if names else tuple(AXES.values())
 
 
@@ -171,9 +166,7 @@ def split(
         NoGpuError, LaunchError, MissingPackageError, OutputError: as they say.
     """
     chosen = tuple(dict.fromkeys(stage_ids or SPLIT_STAGES))
-    for stage_id in chosen:
-        if stage_id not in SPLIT_STAGES:
-            raise ParameterError(f"stage: wanted one of {', '.join(SPLIT_STAGES)}, got {stage_id!r}")
+    refuse_unknown("stage", SPLIT_STAGES, *chosen)
     problems = problems or [Problem.parse(shape) for shape in SPLIT_SHAPES]
     parts = {
         stage_id: {

@@ -13,7 +13,6 @@ and how many, and they are counted in the machine code before it runs.
 from __future__ import annotations
 
 import ctypes
-import tomllib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from flashlab.build.compiler import Cubin, compile_file
 from flashlab.build.parallel import on_all_cores
 from flashlab.core.arithmetic import calculated
 from flashlab.core.errors import CompileError, ParameterError, UnsupportedError
-from flashlab.core.paths import DATA, KERNELS
+from flashlab.core.paths import DATA, KERNELS, table
 from flashlab.measure import bench
 from flashlab.measure.harness import Book, greeting
 from flashlab.measure.options import OPTIONS, Options
@@ -134,7 +133,7 @@ def _cases(family: dict[str, Any], rows: Mapping[str, Sequence[Mapping[str, Any]
 
 
 _TEXTS = ("name", "group", "kernel", "unit", "how")
-_FAMILIES = tomllib.loads(Path(__file__).with_name("chip.toml").read_text(encoding="utf-8"))
+_FAMILIES = table(__file__)
 CASES: Mapping[str, Case] = {
     case.name: case for family in _FAMILIES["family"] for case in _cases(family, _FAMILIES["rows"])
 }
@@ -301,26 +300,26 @@ def measure(
             together = [
                 median(block.value for block in launched(case, function, info.sm_count)) for _ in range(launches)
             ]
-            reading = ChipReading(
-                **book.header(),
-                name=case.name,
-                group=case.group,
-                unit=case.unit,
-                value=median(block.value for block in alone),
-                one_sm=tuple(block.value for block in alone),
-                all_sms=tuple(together),
-                beside=tuple(block.beside for block in alone if block.beside is not None),
-                stamps=alone[-1].stamps,
-                how=case.how,
-                kernel=case.kernel,
-                defines=case.macros,
-                repeats=case.repeats,
-                sha256=cubin.sha256,
-                registers=cubin.resources.registers,
-                opcodes=opcodes,
-            )
-            store.append(book.path, reading)
+            of_code: dict[str, Any] = {
+                "sha256": cubin.sha256,
+                "registers": cubin.resources.registers,
+                "opcodes": opcodes,
+            }
+            store.append(book.path, ChipReading(**book.header(), **of_code, **_reading(case, alone, together)))
         return book.path
+
+
+def _reading(case: Case, alone: Sequence[Block], together: Sequence[float]) -> dict[str, Any]:
+    """What a record says of a case and its launches: the block on one SM, and the medians of those on all."""
+    return {
+        **{name: getattr(case, name) for name in ("name", "group", "unit", "how", "kernel", "repeats")},
+        "defines": case.macros,
+        "value": median(block.value for block in alone),
+        "one_sm": tuple(block.value for block in alone),
+        "all_sms": tuple(together),
+        "beside": tuple(block.beside for block in alone if block.beside is not None),
+        "stamps": alone[-1].stamps,
+    }
 
 
 def newest(gpu_slug: str, data: Path = DATA) -> dict[str, ChipReading]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import string
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
@@ -18,13 +17,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import field_validator, model_validator
 
 from flashlab.build import compiler, sass
 from flashlab.core.arithmetic import calculated
 from flashlab.core.errors import CompileError, UnknownStageError
+from flashlab.core.facts import Facts
 from flashlab.core.inputs import NORMAL
-from flashlab.core.paths import DATA, KERNELS
+from flashlab.core.paths import DATA, KERNELS, table
 from flashlab.core.problem import FIRST_SHAPE, MASKS, DType, Problem
 from flashlab.experiments import ablation
 from flashlab.kernels import peers, registry
@@ -50,10 +50,8 @@ class PendingError(Exception):
 # --- What speaks to a claim -------------------------------------------------------------------------------------------
 
 
-class Entry(BaseModel):
+class Entry(Facts):
     """What speaks to one claim, or is worth saying beside it; ledger.toml explains the fields."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     quantity: str
     of: tuple[tuple[str, ...], ...] = ()
@@ -114,7 +112,7 @@ def is_stage(name: str) -> bool:
 @cache
 def facts() -> Mapping[str, Any]:
     """What ledger.toml holds."""
-    return tomllib.loads(Path(__file__).with_name("ledger.toml").read_text(encoding="utf-8"))
+    return table(__file__, "ledger")
 
 
 @cache

@@ -26,9 +26,10 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+from pydantic import ConfigDict, ValidationInfo, field_validator
 
 from flashlab.core.errors import DamagedRecordError, NoDataError, ParameterError
+from flashlab.core.facts import Facts
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem, suite
 from flashlab.experiments import ablation, rules_log, sources
@@ -99,23 +100,19 @@ CONDITIONS: Mapping[Condition, str] = facts()["conditions"]
 _ELLIPSIS = " … "
 
 
-class Stated(BaseModel):
+class Stated(Facts):
     """A condition as the document states it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     text: str
     lines: tuple[int, ...]
     """Of the document, where it says so."""
 
 
-class Claim(BaseModel):
+class Claim(Facts):
     """One line of data/claims.csv: what a document says, apart from what we add so that it can be tested.
 
     A condition may be both stated and added to: a document names a model, and the number of its layers is ours.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     id: str
     """A letter for the document and a number."""
@@ -201,10 +198,8 @@ def read(path: Path = CLAIMS) -> tuple[Claim, ...]:
 # --- The rules --------------------------------------------------------------------------------------------------------
 
 
-class Rule(BaseModel):
+class Rule(Facts):
     """How a claimed number and ours are compared; ledger.toml explains the fields."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     meaning: str
     otherwise: Kind
@@ -254,10 +249,10 @@ def judge(rule: str, ours: Estimate, claimed: Range | None) -> Kind:
 # --- Verdicts ---------------------------------------------------------------------------------------------------------
 
 
-class Number(BaseModel):
+class Number(Facts):
     """One claimed number beside ours."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(use_attribute_docstrings=True, allow_inf_nan=False)
 
     claimed: str
     """Empty where the claim gives none."""
@@ -272,10 +267,10 @@ class Number(BaseModel):
     """By the rule, whichever GPU it was measured on; `not_comparable` where the claim is."""
 
 
-class Verdict(BaseModel):
+class Verdict(Facts):
     """What the records say about one claim: an entry of data/<gpu>/verdicts.json."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+    model_config = ConfigDict(use_attribute_docstrings=True, allow_inf_nan=False)
 
     id: str
     source: str

@@ -28,7 +28,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass
 
 from flashlab.build.sources import shown
-from flashlab.core.errors import ParameterError
+from flashlab.core.errors import ParameterError, refuse_unknown
 from flashlab.core.paths import BUILD, KERNELS, writable_dir
 from flashlab.core.problem import MASKS, Problem
 from flashlab.kernels import registry
@@ -115,8 +115,7 @@ def get(name: str) -> Lever:
     Raises:
         ParameterError: there is none, or its file is no lever.
     """
-    if name not in names():
-        raise ParameterError(f"lever: wanted one of {', '.join(names()) or 'none'}, got {name!r}")
+    refuse_unknown("lever", names(), name)
     return parse(name, (FOLDER / f"{name}.patch").read_text(encoding="utf-8"))
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flashlab.core.errors import ParameterError
+from flashlab.core.errors import refuse_unknown
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem
 from flashlab.kernels import peers
@@ -78,10 +78,7 @@ def measure(
         ParameterError: no such attention.
         NoGpuError, MissingPackageError, LaunchError, OutputError: as they say.
     """
-    for name in attentions:
-        if name not in (*ATTENTIONS, *peers.PEERS):
-            able = dict.fromkeys((*ATTENTIONS, *peers.PEERS))
-            raise ParameterError(f"attention: wanted one of {', '.join(able)}, got {name!r}")
+    refuse_unknown("attention", dict.fromkeys((*ATTENTIONS, *peers.PEERS)), *attentions)
     job: Message = {"attentions": list(attentions), "new": new, "batches": list(batches), "prompt": prompt}
     job |= {"repeats": repeats, "geometry": dict(GEOMETRY)}
     return record_rows(ModelRun, job, options, step_s=TIMEOUT_S, total_s=TIMEOUT_S)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from pydantic_core import to_jsonable_python
 
-from flashlab.core.errors import CheckFailedError, ParameterError
+from flashlab.core.errors import CheckFailedError, ParameterError, refuse_unknown
 from flashlab.core.paths import DATA
 from flashlab.core.problem import DTYPES, MASKS, DType, Mask, Problem
 from flashlab.kernels import peers, registry
@@ -94,8 +94,7 @@ def lengths(name: str, batch: int | None = None) -> tuple[int, ...]:
         ParameterError: no such distribution.
     """
     known = LENGTHS if batch is None else DECODE_LENGTHS
-    if name not in known:
-        raise ParameterError(f"lengths: wanted one of {', '.join(known)}, got {name!r}")
+    refuse_unknown("lengths", known, name)
     _, low, high, longest = known[name]
     rng = np.random.default_rng(0)
     if batch is not None:

@@ -21,9 +21,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from flashlab.core.errors import DamagedRecordError
+from flashlab.core.facts import Facts
 from flashlab.core.paths import DATA
 from flashlab.experiments.evidence import facts
 from flashlab.record import provenance
@@ -39,10 +40,8 @@ _OF_ENTRY = ("quantity", "of", "shape", "dtype", "axis", "per", "counts", "arch"
 _OF_RULE = ("relative", "excess", "least", "open", "no_gain", "otherwise")
 
 
-class Change(BaseModel):
+class Change(Facts):
     """A commit that changed what a claim is judged by."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     date: str
     """When it was written, ISO 8601."""
@@ -62,10 +61,8 @@ class Change(BaseModel):
         return self.before not in (None, "pending")
 
 
-class History(BaseModel):
+class History(Facts):
     """How one claim's rule came to be."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     written: str
     """When it was first committed, ISO 8601."""
@@ -88,10 +85,8 @@ class History(BaseModel):
         return self.model_dump(mode="json") | marks
 
 
-class Log(BaseModel):
+class Log(Facts):
     """What data/rules_log.json holds."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     revised: str = REVISED
     verdicts_before: Mapping[str, str]

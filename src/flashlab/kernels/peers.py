@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal
 
-from flashlab.core.errors import MissingPackageError, ParameterError, UnsupportedError
+from flashlab.core.errors import MissingPackageError, UnsupportedError, refuse_unknown
 from flashlab.core.inputs import TRAINED
 from flashlab.core.paths import KERNELS
 from flashlab.core.problem import UNLIMITED, Feature, Precision, Problem
@@ -646,7 +646,5 @@ def get(name: str) -> Peer:
     Raises:
         ParameterError: there is none.
     """
-    try:
-        return PEERS[name]
-    except KeyError:
-        raise ParameterError(f"peer: wanted one of {', '.join(PEERS)}, got {name!r}") from None
+    refuse_unknown("peer", PEERS, name)
+    return PEERS[name]

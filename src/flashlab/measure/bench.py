@@ -29,7 +29,6 @@ from flashlab.measure.options import Options as Options
 from flashlab.measure.options import Plan as Plan
 from flashlab.measure.options import plan_of as plan_of
 from flashlab.record import provenance, schema, store
-from flashlab.record.checks import Header
 from flashlab.record.schema import Ablation, Ceiling, Measurement, Part, Tuning
 from flashlab.run import choice, gpu
 
@@ -277,7 +276,7 @@ def _left(
     return {at: [name for name in some if name in todo[at]] for at, some in cells if at in todo}
 
 
-def stands_for(record: schema.Base | Header, here: gpu.GpuInfo, *, same_commit: bool = False) -> bool:
+def stands_for(record: schema.Base, here: gpu.GpuInfo, *, same_commit: bool = False) -> bool:
     """Whether a record was made by committed code under the driver and the software that are here.
 
     Args:

@@ -6,22 +6,20 @@ A ceiling is the median of burst samples of a micro-benchmark (kernels/micro) or
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flashlab.build.compiler import ELEMENTS
-from flashlab.core.errors import ParameterError
+from flashlab.core.errors import refuse_unknown
+from flashlab.core.paths import table
 from flashlab.core.problem import DTYPES, DType
 from flashlab.measure import timer as timing
 from flashlab.measure.timer import MicroParams, Run, Timer
 from flashlab.query.roofline import Unit
 from flashlab.run import gpu
 
-_CHAINS, _UNROLL = 8, 16
 _BLOCKS_PER_SM = 4
-_TENSOR_TILE = 16
 _MATMUL = 8192
 
 
@@ -44,10 +42,10 @@ def value_of(amount: float, unit: Unit, time_us: float) -> float:
 
 
 def _micro(
-    name: str,
     device: int,
     stream: int,
     *,
+    kernel: str,
     unit: Unit,
     how: str,
     per_thread: float,
@@ -58,12 +56,11 @@ def _micro(
     input_bytes: int = 1 << 20,
     defines: Mapping[str, int | str] | None = None,
 ) -> Workload:
-    """A micro-benchmark of kernels/micro, each thread doing `per_thread` in every repeat; four blocks an SM where
-    `blocks` is None."""
+    """A micro-benchmark of kernels/micro; ceilings.toml has the parameters."""
     blocks = blocks or _BLOCKS_PER_SM * gpu.info(device).sm_count
     out, values = gpu.Zeroed(device, 1 << 20, stream), gpu.Zeroed(device, input_bytes, stream)
     launch = gpu.Launch(
-        timing.micro(name, device, tuple(sorted((defines or {}).items()))),
+        timing.micro(kernel, device, tuple(sorted((defines or {}).items()))),
         grid=(blocks, 1, 1),
         block=(threads, 1, 1),
         smem_bytes=0,
@@ -91,9 +88,9 @@ def _l2_read(device: int, stream: int) -> Workload:
     steps = max(1, info.l2_bytes // 4 // step_bytes)
     size = steps * step_bytes
     return _micro(
-        "l2_read",
         device,
         stream,
+        kernel="l2_read",
         unit="TB/s",
         how=f"reads {size} bytes past L1, {repeats} times over, 16 bytes an access",
         per_thread=16.0 * in_flight * steps,
@@ -121,62 +118,11 @@ def _matmul(dtype: DType, device: int, stream: int) -> Workload:
     return Workload(run=run, amount=2.0 * edge**3, unit="TFLOP/s", how=how)
 
 
-_SCALARS: Sequence[tuple[str, float, Unit, int, str]] = (
-    # kernel, operations per result, their unit, repeats, instruction
-    ("fp32_fma", 2.0, "TFLOP/s", 400, "FFMA"),
-    ("half2_fma", 4.0, "TFLOP/s", 400, "HFMA2"),
-    ("exp2", 1.0, "Tex2/s", 60, "ex2.approx.ftz.f32"),
-)
-_SCALAR = partial(_micro, defines={"CHAINS": _CHAINS, "UNROLL": _UNROLL})
-_MMA = partial(
-    _micro,
-    "tensor",
-    unit="TFLOP/s",
-    per_thread=2.0 * _TENSOR_TILE**3 / 32 * _CHAINS * _UNROLL,
-    repeats=500,
-    threads=256,
-)
+_TABLES = table(__file__)
+_MICRO = {name: partial(_micro, **entry) for name, entry in _TABLES.items()}
 CEILINGS: Mapping[str, Callable[[int, int], Workload]] = {
-    "launch": partial(
-        _micro,
-        "empty",
-        unit="us",
-        how="an empty kernel between the two events, a hundred in a row",
-        per_thread=1.0,
-        threads=1,
-        blocks=1,
-    ),
-    "copy": _copy,
-    "l2_read": _l2_read,
-    "smem_read": partial(
-        _micro,
-        "smem_read",
-        unit="TB/s",
-        how="conflict-free 16-byte reads of shared memory on every SM",
-        per_thread=16.0 * _UNROLL,
-        repeats=2000,
-        count=512,
-        defines={"UNROLL": _UNROLL},
-    ),
-    **{
-        name: partial(
-            _SCALAR,
-            name,
-            unit=unit,
-            how=f"independent {instruction} chains on every SM",
-            per_thread=per_result * _CHAINS * _UNROLL,
-            repeats=repeats,
-        )
-        for name, per_result, unit, repeats, instruction in _SCALARS
-    },
-    **{
-        f"mma_sync_{dtype}": partial(
-            _MMA,
-            how=f"16x16x16 warp-level MMAs of zeros (wmma, that is mma.sync), {dtype} in, float32 out, from registers",
-            defines={"CHAINS": _CHAINS, "UNROLL": _UNROLL, "ELEMENT": ELEMENTS[dtype]},
-        )
-        for dtype in DTYPES
-    },
+    **{"launch": _MICRO.pop("launch"), "copy": _copy, "l2_read": _l2_read},
+    **_MICRO,
     **{f"tensor_{dtype}": partial(_matmul, dtype) for dtype in DTYPES},
 }
 """Every ceiling: (device, stream) -> workload. `tensor_*` is the compute roof of the newest tensor-core instructions
@@ -189,9 +135,8 @@ def require(names: Iterable[str]) -> list[str]:
     Raises:
         ParameterError: one is no ceiling.
     """
-    for name in (named := list(names)):
-        if name not in CEILINGS:
-            raise ParameterError(f"ceiling: wanted one of {', '.join(CEILINGS)}, got {name!r}")
+    named = list(names)
+    refuse_unknown("ceiling", CEILINGS, *named)
     return named
 
 

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +27,7 @@ from flashlab.build import compiler, sass
 from flashlab.build.compiler import Cubin
 from flashlab.build.sources import Frame
 from flashlab.core.errors import CompileError, FlashlabError, LaunchError, MissingError, ParameterError
+from flashlab.core.paths import table
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
@@ -40,7 +40,7 @@ from flashlab.record.schema import LineStalls, StageProfile
 from flashlab.run import gpu
 from flashlab.run.attention import prepare
 
-_ASKED = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_ASKED = table(__file__)
 METRICS: Sequence[str] = _ASKED["metrics"]
 """What is asked of Nsight Compute; which of it there is depends on the GPU and on its version."""
 SAMPLES = ("--section", "SourceCounters")
@@ -320,7 +320,7 @@ def profile(
     stage_ids: Sequence[str] | None,
     problem: Problem,
     options: Options = OPTIONS,
-) -> tuple[Path | None, tuple[StageProfile, ...]]:
+) -> tuple[Path | None, tuple[StageProfile, ...], tuple[str, ...]]:
     """Profile one launch of each stage that takes `problem` on this GPU, and append to data/<gpu>/profiles/<run>.jsonl.
 
     All in one process; those that are missing afterwards, since one broke it, each in one of its own.
@@ -330,7 +330,7 @@ def profile(
             the same machine code.
 
     Returns:
-        The file, and the profiles in it; None where all of it is on record.
+        The file, the profiles in it, and the stages that gave none; no file where all of it is on record.
 
     Raises:
         UnknownStageError, ParameterError: a stage that is not there, or none that takes the problem.
@@ -338,24 +338,11 @@ def profile(
         LaunchError: nothing could be profiled, or another process measures on the GPU.
         OutputError: `data` cannot be written.
     """
-    tool, say = version(), options.note
-    here = gpu.info(options.device)
-    chosen = [registry.get(stage_id) for stage_id in (registry.STAGES if stage_ids is None else stage_ids)]
-    able = {stage.id: stage for stage in chosen if stage.why_not(problem, here.arch) is None}
+    ncu, say = version(), options.note
+    able = _left(stage_ids, problem, options)
     if not able:
-        why = " ".join(dict.fromkeys(filter(None, (stage.why_not(problem, here.arch) for stage in chosen))))
-        raise ParameterError(f"wanted a stage that takes {problem.label} on {here.arch}, got none. {why}")
-    if options.resume:
-        done = {
-            (one.problem, one.cubin_sha256)
-            for one in store.records(here.slug, StageProfile, options.data)
-            if one.device is not None and one.device.driver == here.record.driver
-        }
-        made = _compiled(able, problem, options)
-        able = {name: of for name, of in able.items() if name not in made or (problem, made[name].sha256) not in done}
-        if not able:
-            say("all of it is on record; nothing was profiled")
-            return None, ()
+        say("all of it is on record; nothing was profiled")
+        return None, (), ()
     with Book(options.data, "profiles") as book:
         say(f"compiling {len(able)} stages")
         plain, lined = _compiled(able, problem, options), _compiled(able, problem, options, line_info=True)
@@ -367,26 +354,7 @@ def profile(
 
         def run(stage_ids: Sequence[str]) -> None:
             """Launch stages in one process under ncu, and record what came of each."""
-            launched: dict[str, Message] = {}
-
-            def act(message: Message) -> None:
-                if message["type"] == "hello":
-                    book.hello(message)
-                else:
-                    launched[message["stage"]] = message
-
-            job = {"stages": list(stage_ids), "problem": asdict(problem)}
-            launches = under_ncu(
-                metrics,
-                options.worker,
-                kernels="^attention_",
-                extra=(*SAMPLES, "--profile-from-start", "off"),
-                options=options,
-                job={**job, "device": options.device, "seed": options.seed},
-                act=act,
-            )
-            by_kernel = {launch.kernel: launch for launch in launches}
-            seen = {name: by_kernel[able[name].entry] for name in launched if able[name].entry in by_kernel}
+            launched, seen = _launched([able[name] for name in stage_ids], problem, metrics, book, options)
 
             def lines(name: str) -> tuple[LineStalls, ...] | str:
                 return _lines(seen[name], able[name], launched[name]["sha256"], plain.get(name), lined.get(name))
@@ -397,20 +365,66 @@ def profile(
                 if isinstance(found, str):
                     say(f"{name}: no lines: {found}")
                     found = ()
-                profiles[name] = _record(book, problem, tool, launched[name], seen[name], found)
+                profiles[name] = _record(book, problem, ncu, launched[name], seen[name], found)
                 store.append(book.path, profiles[name])
 
         say(f"profiling {', '.join(able)}")
         run(list(able))
-        for stage_id in [name for name in able if name not in profiles]:
-            if len(able) > 1:
-                say(f"profiling {stage_id} in a process of its own")
-                run([stage_id])
-            if stage_id not in profiles:
-                say(f"{stage_id}: not profiled")
+        for stage_id in [name for name in able if name not in profiles] if len(able) > 1 else ():
+            say(f"profiling {stage_id} in a process of its own")
+            run([stage_id])
+        missed = tuple(name for name in able if name not in profiles)
+        for stage_id in missed:
+            say(f"{stage_id}: not profiled")
         if not profiles:
             raise LaunchError(f"wanted a profile of {', '.join(able)} at {problem.label}, got none from ncu")
-        return book.path, tuple(profiles.values())
+        return book.path, tuple(profiles.values()), missed
+
+
+def _left(stage_ids: Sequence[str] | None, problem: Problem, options: Options) -> dict[str, Stage]:
+    """The stages that take the problem here, without those on record where the options say `resume`."""
+    here = gpu.info(options.device)
+    chosen = [registry.get(stage_id) for stage_id in (registry.STAGES if stage_ids is None else stage_ids)]
+    able = {stage.id: stage for stage in chosen if stage.why_not(problem, here.arch) is None}
+    if not able:
+        why = " ".join(dict.fromkeys(filter(None, (stage.why_not(problem, here.arch) for stage in chosen))))
+        raise ParameterError(f"wanted a stage that takes {problem.label} on {here.arch}, got none. {why}")
+    if not options.resume:
+        return able
+    done = {
+        (one.problem, one.cubin_sha256)
+        for one in store.records(here.slug, StageProfile, options.data)
+        if one.device is not None and one.device.driver == here.record.driver
+    }
+    made = _compiled(able, problem, options)
+    return {name: of for name, of in able.items() if name not in made or (problem, made[name].sha256) not in done}
+
+
+def _launched(
+    stages: Sequence[Stage], problem: Problem, metrics: Sequence[str], book: Book, options: Options
+) -> tuple[dict[str, Message], dict[str, Launch]]:
+    """Launch stages in one process under ncu: by stage, what the process says of it, and what ncu saw."""
+    launched: dict[str, Message] = {}
+
+    def act(message: Message) -> None:
+        if message["type"] == "hello":
+            book.hello(message)
+        else:
+            launched[message["stage"]] = message
+
+    job = {"stages": [stage.id for stage in stages], "problem": asdict(problem)}
+    launches = under_ncu(
+        metrics,
+        options.worker,
+        kernels="^attention_",
+        extra=(*SAMPLES, "--profile-from-start", "off"),
+        options=options,
+        job={**job, "device": options.device, "seed": options.seed},
+        act=act,
+    )
+    by_kernel = {launch.kernel: launch for launch in launches}
+    entries = {stage.id: stage.entry for stage in stages if stage.id in launched}
+    return launched, {name: by_kernel[entry] for name, entry in entries.items() if entry in by_kernel}
 
 
 def _lines(

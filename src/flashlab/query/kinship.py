@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from flashlab.core.facts import Facts
+from flashlab.core.paths import table
 
 
-class Model(BaseModel):
+class Model(Facts):
     """A GPU model as documents name it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     folder: str
     """Under data/."""
     arch: str
 
 
-class Kinship(BaseModel):
+class Kinship(Facts):
     """What a measurement on one GPU says of another one."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     claimed: str
     """The model that is spoken of, a name in `MODELS`."""
@@ -34,7 +29,7 @@ class Kinship(BaseModel):
     """Whether a time carries over, where device memory does not bound it."""
 
 
-_FACTS = tomllib.loads(Path(__file__).with_name("kinships.toml").read_text(encoding="utf-8"))
+_FACTS = table(__file__, "kinships")
 MODELS: Mapping[str, Model] = {name: Model.model_validate(model) for name, model in _FACTS["models"].items()}
 KINSHIPS: tuple[Kinship, ...] = tuple(map(Kinship.model_validate, _FACTS["kinships"]))
 """Of other pairs nothing is known, so that times do not carry over."""

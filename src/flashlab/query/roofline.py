@@ -6,22 +6,18 @@ The ceilings beside a data sheet are measured by measure/ceilings.py.
 from __future__ import annotations
 
 import math
-import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
+from flashlab.core.facts import Facts
+from flashlab.core.paths import table
 from flashlab.core.problem import BYTES_PER_ELEMENT, Problem
 
 Unit = Literal["TB/s", "TFLOP/s", "Tex2/s", "us"]
 
 
-class Datasheet(BaseModel):
+class Datasheet(Facts):
     """A GPU's data sheet: dense peaks."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     title: str
     tensor_tflops: float
@@ -41,8 +37,9 @@ class Datasheet(BaseModel):
         return {"fp32_fma": self.fp32_tflops, "copy": self.memory_tb_s}.get(ceiling)
 
 
-_SHEETS = tomllib.loads((Path(__file__).with_name("datasheets.toml")).read_text(encoding="utf-8"))
-DATASHEETS: Mapping[str, Datasheet] = {slug: Datasheet.model_validate(sheet) for slug, sheet in _SHEETS.items()}
+DATASHEETS: Mapping[str, Datasheet] = {
+    slug: Datasheet.model_validate(sheet) for slug, sheet in table(__file__, "datasheets").items()
+}
 """By folder name under data/. A GPU that is not here has no data-sheet peak, and no percentage of one."""
 
 

@@ -14,13 +14,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from flashlab.core.errors import DamagedRecordError, FlashlabError
 from flashlab.core.inputs import NORMAL
 from flashlab.core.paths import signature
 from flashlab.core.problem import FEATURES, Problem
-from flashlab.record.schema import Gpu, Label, Moment, Prose, RunId, Source, Status, Verdict
+from flashlab.record.schema import Base, Label, Prose, Status, Verdict
 
 
 class Fallbacks(NamedTuple):
@@ -76,14 +76,10 @@ _DIGITS = 3
 _ERRORS = ("max_abs", "rms", "lse")
 
 
-class Header(BaseModel):
+class Header(Base):
     """What holds for every comparison of a file."""
 
-    run: RunId
-    time: Moment
-    gpu: Gpu
-    source: Source
-    software: dict[Label, Label]
+    model_config = ConfigDict(extra="ignore")  # in a line of the first format the comparison stands beside it
 
     def line(self) -> dict[str, Any]:
         """The first line of a file."""

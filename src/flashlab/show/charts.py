@@ -19,9 +19,8 @@ from io import BytesIO, StringIO
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from flashlab.core.errors import NoDataError
+from flashlab.core.facts import Facts
 from flashlab.core.problem import STANDARD_SHAPES, Problem, Regime, suite
 from flashlab.kernels import peers, registry
 from flashlab.query import roofline as limits
@@ -68,10 +67,8 @@ PAPER = "#fefdfe"
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', 'Noto Sans', Arial, sans-serif"
 
 
-class Chart(BaseModel):
+class Chart(Facts):
     """A figure, ready to show."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     """File name stem, unique within a report."""
@@ -1387,6 +1384,46 @@ def _spread_labels(points: Sequence[_Point], *, points_per_decade: float) -> lis
     return [(point, shift) for point, _, shift in placed]
 
 
+def _draw_roofs(axes: Axes, roofs: Sequence[_Roof], left: float, right: float) -> None:
+    """The ceilings between two intensities: slopes up to the highest flat one, flat ones from the steepest slope on."""
+    top = max(roof.value for roof in roofs if not roof.is_slope)
+    slope = max(roof.value for roof in roofs if roof.is_slope)
+    colours = iter(_ROOF_COLOURS)
+    for roof in sorted(roofs, key=lambda roof: (not roof.is_slope, not roof.measured, -roof.value)):
+        label = f"{roof.label}, {number(roof.value)} {'TB/s' if roof.is_slope else 'TFLOP/s'}"
+        axes.plot(
+            [left, top / roof.value] if roof.is_slope else [roof.value / slope, right],
+            [left * roof.value, top] if roof.is_slope else [roof.value] * 2,
+            color=MUTED if roof.is_slope or not roof.measured else next(colours),
+            linewidth=1.8 if roof.measured else 1.2,
+            linestyle="-" if roof.measured else (0, (4, 3)),
+            label=f"{label}{'' if roof.measured else ' (data sheet)'}",
+        )
+
+
+def _label_points(
+    axes: Axes, layout: Layout, points: Sequence[_Point], *, crowded: bool, points_per_decade: float
+) -> None:
+    """The labels of the marks, apart from each other; none where the marks are crowded."""
+    named = [point for point in points if point.label and not crowded]
+    for point, shift in _spread_labels(named, points_per_decade=points_per_decade):
+        # Towards the side where no other mark's label begins.
+        leftwards = any(0.1 < math.log10(other.intensity / point.intensity) < 0.58 for other in points)
+        _text(
+            axes,
+            point.label,
+            (point.intensity, point.tflops),
+            (-7 if leftwards else 7, shift),
+            ha="right" if leftwards else "left",
+            va="center",
+            size=8 if layout == "wide" else 7,
+            color=STAGE if point.row.kind == "stage" else PEER,
+            bbox={"facecolor": PAPER, "alpha": 0.8, "pad": 0.6},
+            # Far from its mark a label needs a line to it.
+            arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.7} if shift > _LABEL_POINTS else None,
+        )
+
+
 def roofline(
     shown: Results, *, level: Literal["dram", "l2"] = "dram", profiles: Sequence[StageProfile] | None = None
 ) -> Chart:
@@ -1449,17 +1486,7 @@ def roofline(
         left, right = min(places) / (3 if by_problem else 8), max(places) * 4
         low = min([*(point.tflops for point in points), *(roof.value for roof in roofs if not roof.is_slope)]) / 3
         axes.set(xscale="log", yscale="log", xlim=(left, right), ylim=(low, top * 1.6))
-        colours = iter(_ROOF_COLOURS)
-        for roof in sorted(roofs, key=lambda roof: (not roof.is_slope, not roof.measured, -roof.value)):
-            label = f"{roof.label}, {number(roof.value)} {'TB/s' if roof.is_slope else 'TFLOP/s'}"
-            axes.plot(
-                [left, top / roof.value] if roof.is_slope else [roof.value / slope, right],
-                [left * roof.value, top] if roof.is_slope else [roof.value] * 2,
-                color=MUTED if roof.is_slope or not roof.measured else next(colours),
-                linewidth=1.8 if roof.measured else 1.2,
-                linestyle="-" if roof.measured else (0, (4, 3)),
-                label=f"{label}{'' if roof.measured else ' (data sheet)'}",
-            )
+        _draw_roofs(axes, roofs, left, right)
         for point in points:
             colour = STAGE if point.row.kind == "stage" else PEER
             marker, face = "o" if point.row.kind == "stage" else "D", colour if point.solid else PAPER
@@ -1468,22 +1495,7 @@ def roofline(
         if by_problem:
             _name_lengths(axes, layout, points)
         decade = axes.get_window_extent().height / figure.dpi * 72 / math.log10(top * 1.6 / low)
-        for point, shift in _spread_labels([p for p in points if p.label and not crowded], points_per_decade=decade):
-            # Towards the side where no other mark's label begins.
-            leftwards = any(0.1 < math.log10(other.intensity / point.intensity) < 0.58 for other in points)
-            _text(
-                axes,
-                point.label,
-                (point.intensity, point.tflops),
-                (-7 if leftwards else 7, shift),
-                ha="right" if leftwards else "left",
-                va="center",
-                size=8 if layout == "wide" else 7,
-                color=STAGE if point.row.kind == "stage" else PEER,
-                bbox={"facecolor": PAPER, "alpha": 0.8, "pad": 0.6},
-                # Far from its mark a label needs a line to it.
-                arrowprops={"arrowstyle": "-", "color": FAINT, "linewidth": 0.7} if shift > _LABEL_POINTS else None,
-            )
+        _label_points(axes, layout, points, crowded=crowded, points_per_decade=decade)
         for axis in (axes.xaxis, axes.yaxis):
             _plain_log_ticks(axis, "narrow")
         axes.tick_params(axis="y", labelcolor=MUTED)

@@ -11,12 +11,11 @@ and the heights of both layouts.
 from __future__ import annotations
 
 import heapq
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from flashlab.core.paths import table
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import registry, text
 from flashlab.show.charts import (
@@ -625,7 +624,7 @@ def spans(figure: Figure, layout: Layout) -> Facts:
     return one | {"span": span}
 
 
-_WORDS: Mapping[str, Mapping[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_WORDS: Mapping[str, Mapping[str, Any]] = table(__file__)
 
 
 def drawn(sketch: Callable[[Figure, Layout], Facts]) -> Chart:

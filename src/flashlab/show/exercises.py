@@ -10,12 +10,11 @@ solution, so neither can drift from the kernel: where the line is no longer ther
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
-from flashlab.core.errors import ParameterError
+from flashlab.core.errors import ParameterError, refuse_unknown
+from flashlab.core.paths import table
 from flashlab.core.problem import Mask
 from flashlab.kernels import registry
 from flashlab.show.notebook import progress_bar
@@ -62,8 +61,7 @@ class Exercise:
 
 
 EXERCISES: Mapping[str, Exercise] = {
-    name: Exercise(**{**entry, "wrong": tuple(entry["wrong"])})
-    for name, entry in tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")).items()
+    name: Exercise(**{**entry, "wrong": tuple(entry["wrong"])}) for name, entry in table(__file__).items()
 }
 """By name, in the order of the notebook."""
 
@@ -74,8 +72,7 @@ def get(name: str) -> Exercise:
     Raises:
         ParameterError: there is none.
     """
-    if name not in EXERCISES:
-        raise ParameterError(f"exercise: wanted one of {', '.join(EXERCISES)}, got {name!r}")
+    refuse_unknown("exercise", EXERCISES, name)
     return EXERCISES[name]
 
 

@@ -21,13 +21,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 
 from flashlab.build import compiler
 from flashlab.build.compiler import Cubin, Job
 from flashlab.build.parallel import Follow
 from flashlab.build.sources import shown
-from flashlab.core.errors import CompileError, NoDataError, ParameterError, ReportError
+from flashlab.core.errors import CompileError, NoDataError, ParameterError, ReportError, refuse_unknown
+from flashlab.core.facts import Facts
 from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import BUILD, DATA, writable_dir
@@ -79,10 +80,8 @@ Draw = Callable[..., Chart | str] | Sequence[Column]
 """What makes a figure or table: a function, or a table's columns."""
 
 
-class Outcome(BaseModel):
+class Outcome(Facts):
     """A notebook's result file: what it found, and that it came to its end."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     notebook: str
     """`02_ladder`."""
@@ -375,10 +374,9 @@ def settings(
             raise ParameterError(
                 f"{name}: wanted text, got {value!r}. papermill's -p reads digits as a number; `-r {name} VALUE` not"
             )
-        if name in CHOICES and value not in CHOICES[name]:
-            raise ParameterError(f"{name}: wanted one of {', '.join(CHOICES[name])}, got {value!r}")
-    if source not in SOURCES:
-        raise ParameterError(f"source: wanted one of {', '.join(SOURCES)}, got {source!r}")
+        if name in CHOICES:
+            refuse_unknown(name, CHOICES[name], value)
+    refuse_unknown("source", SOURCES, source)
     problems_of(suite)
     kinds = kinds_in(inputs)
     names = [name.strip() for name in stages.split(",")] if isinstance(stages, str) else list(stages)

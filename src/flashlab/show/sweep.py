@@ -33,12 +33,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from flashlab import __version__
 from flashlab.build import sources
 from flashlab.core.environment import environment
 from flashlab.core.errors import MissingPackageError, NoGpuError, ParameterError, ReportError
+from flashlab.core.facts import Facts
 from flashlab.core.paths import BUILD, DATA, KERNELS, NOTEBOOKS, ROOT, writable_dir
 from flashlab.kernels import registry
 from flashlab.record import provenance, store, upload
@@ -179,20 +180,16 @@ def tail(log: str) -> str:
 # --- Cells ------------------------------------------------------------------------------------------------------------
 
 
-class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class _Entry(_Model):
+class _Entry(Facts):
     """A table of a file of cells."""
 
     notebook: str
     minutes: float = Field(gt=0)
     gpu: tuple[str, ...] = ()
-    parameters: dict[str, str | list[str]] = {}
+    parameters: dict[str, str | list[str]] = Field(default_factory=dict)
 
 
-class Cell(_Model):
+class Cell(Facts):
     """What is run: a notebook on a GPU with parameters."""
 
     notebook: Path
@@ -295,7 +292,7 @@ def _read_by(source: Path) -> tuple[Path, ...]:
 # --- What has run -----------------------------------------------------------------------------------------------------
 
 
-class Ran(_Model):
+class Ran(Facts):
     """`<notebook>.cell.json`: how the last run of a cell ended."""
 
     cell: Cell

@@ -8,7 +8,6 @@ from __future__ import annotations
 import html
 import math
 import re
-import tomllib
 from collections import Counter as Tally
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any
 from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import KINDS, NORMAL, TRAINED
 from flashlab.core.paths import DATA
+from flashlab.core.paths import table as facts_in
 from flashlab.core.problem import AS_IN_A_MODEL, FIRST_SHAPE, Problem, Regime
 from flashlab.kernels import peers, registry
 from flashlab.query import contests, roofline, select
@@ -1202,7 +1202,7 @@ def sanitized(found: Sequence[Sanitized]) -> str:
 
 # --- Downloads -------------------------------------------------------------------------------------------------------
 
-_DOWNLOADS = tomllib.loads(Path(__file__).with_name("downloads.toml").read_text(encoding="utf-8"))
+_DOWNLOADS = facts_in(__file__, "downloads")
 MEASUREMENT_COLUMNS: Mapping[str, str] = _DOWNLOADS["measurements"]
 """Columns of measurements.csv, in order, and what they mean."""
 SAMPLE_COLUMNS: Mapping[str, str] = _DOWNLOADS["samples"]

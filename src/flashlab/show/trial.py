@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import tomllib
 from collections import Counter as Tally
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from flashlab.core.errors import (
     ParameterError,
 )
 from flashlab.core.paths import BUILD, ROOT, writable_dir
+from flashlab.core.paths import table as facts_in
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.query.rows import grouped
@@ -60,7 +60,7 @@ EDITS = BUILD / "edits"
 """Where edited kernels are written; kernels/ stays as it is."""
 QUERY_ROWS = 16
 """Query rows whose errors are shown as one."""
-EXPLAINED: Mapping[str, Mapping[str, str]] = tomllib.loads(Path(__file__).with_name("wrong.toml").read_text("utf-8"))
+EXPLAINED: Mapping[str, Mapping[str, str]] = facts_in(__file__, "wrong")
 """What may be wrong with a run, by kind of finding or how it ended: what that `means`, and the site's `page` on it."""
 NO_REPORT = "*There is nothing to say of its accesses: it did not run.*"
 _CUDA_ALIGNMENT = 256

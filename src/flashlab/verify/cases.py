@@ -9,26 +9,26 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypedDict, Unpack
 
 import numpy as np
 
-from flashlab.core.errors import ParameterError
+from flashlab.core.errors import ParameterError, refuse_unknown
 from flashlab.core.inputs import END, NORMAL, SCALE8, drawn
 from flashlab.core.inputs import HOSTILE as HOSTILE_INPUTS
+from flashlab.core.paths import table
 from flashlab.core.problem import BYTES_PER_ELEMENT, DTYPES, MASKS, UNLIMITED, Problem, Window, matching
 from flashlab.kernels.registry import Stage
 from flashlab.record.schema import Verdict
 from flashlab.run.plan import with_features
-from flashlab.verify.verdict import (
-    FLASH_ATTENTION_LENGTHS,
-    HOSTILE,
-    check_as_flash_attention,
-    strides_of,
-)
+from flashlab.verify.verdict import check_as_flash_attention, strides_of
 
+_LENGTHS: Mapping[str, tuple[tuple[int, int], ...]] = {
+    name: tuple((q_len, kv_len) for q_len, kv_len in pairs) for name, pairs in table(__file__, "lengths").items()
+}
+HOSTILE, FLASH_ATTENTION_LENGTHS = _LENGTHS["hostile"], _LENGTHS["flash_attention"]
 LAYOUTS: dict[str, str] = {
     "contiguous": "bhsd",
     "bshd": "bshd",  # heads side by side in a token, as a projection writes them
@@ -118,7 +118,7 @@ def cases(
         ParameterError, DTypeError: an unknown layout, mask or type, or inputs that are not drawn.
     """
     kinds = [drawn(name) for name in inputs]
-    _require("layout", layouts, {**LAYOUTS, **FAR_LAYOUTS})
+    refuse_unknown("layout", {**LAYOUTS, **FAR_LAYOUTS}, *layouts)
     combinations: list[Case] = []
     dims = _head_dims(able) if head_dims is None else head_dims
     for head_dim, dtype, mask, (q_len, kv_len) in itertools.product(dims, dtypes, masks, lengths):
@@ -127,12 +127,6 @@ def cases(
         of_problem = (replace(problem, inputs=kind) for kind in kinds if names)
         combinations += [Case(same, layout, names) for same in of_problem for layout in layouts]
     return combinations
-
-
-def _require(what: str, values: Sequence[str], known: Collection[str]) -> None:
-    for value in values:
-        if value not in known:
-            raise ParameterError(f"{what}: wanted one of {', '.join(known)}, got {value!r}")
 
 
 def _some(chosen: list[Case], among: Sequence[Case] = ()) -> list[Case]:
@@ -213,7 +207,7 @@ def chosen_cases(
         scores = CPU_SCORES if on_cpu else GPU_SCORES
         chosen = random_cases(able, count, seed=seed, max_scores=scores, inputs=kinds)
     elif suite:
-        _require("suite", [suite], SUITES)
+        refuse_unknown("suite", SUITES, suite)
         chosen = only(flash_attention_cases(able, on_cpu=on_cpu), **some)
     elif not (lengths or layouts or inputs or schedules or features):
         return only(default_cases_on_cpu(able) if on_cpu else default_cases(able), **some)
@@ -286,7 +280,6 @@ WINDOWS: tuple[Window, ...] = ((0, UNLIMITED), (1, UNLIMITED), (63, 0), (100, 37
 """Windows that break kernels: of a query's own key, off every tile, open to one side, and longer than some keys."""
 SOFTCAPS = (1.0, 30.0, 50.0)
 """Of scores that all but vanish in it, and those of Gemma 2."""
-_FEATURE_LENGTHS = ((1, 65), (130, 127), (113, 203), (203, 113), (239, 1), (70, 400), (400, 400))
 
 
 def featured_cases(able: Mapping[str, Stage], *, on_cpu: bool = False) -> list[Case]:
@@ -300,7 +293,7 @@ def featured_cases(able: Mapping[str, Stage], *, on_cpu: bool = False) -> list[C
     kinds = itertools.cycle((NORMAL, *HOSTILE_INPUTS))
     dims = _head_dims(able)
     chosen: list[Case] = []
-    for number, (features, pair) in enumerate(itertools.product(asked, _FEATURE_LENGTHS)):
+    for number, (features, pair) in enumerate(itertools.product(asked, _LENGTHS["features"])):
         one, other = number % 2, number // 2 % 2
         layout = "misaligned" if other else "contiguous"
         every: dict[str, Any] = {

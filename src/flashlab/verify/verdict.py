@@ -59,25 +59,6 @@ from flashlab.verify.oracle import UNIT_ROUNDOFF, Array
 
 T = TypeVar("T")
 
-HOSTILE: tuple[tuple[int, int], ...] = (
-    (1, 1),
-    (2, 2),
-    (15, 15),
-    (17, 17),
-    (63, 63),
-    (64, 64),
-    (65, 65),
-    (1, 17),
-    (2, 65),
-    (130, 127),
-    (113, 203),
-    (203, 113),
-    (239, 1),
-    (1, 1024),
-    (1023, 1024),
-)
-"""Lengths (q_len, kv_len) that break kernels: one row, one key, around every tile size, more queries than keys."""
-
 BAND_ROWS = 64
 """Query rows judged together."""
 
@@ -238,33 +219,6 @@ def check(
     if not np.isfinite(statistics["plain_max"]).all():
         raise InputError(f"wanted q and k whose scores fit in {dtype}, got some that overflow it")
     return _judge(statistics, problem, pairs, np.asarray(rows), precision, has_lse=lse is not None)
-
-
-FLASH_ATTENTION_LENGTHS: tuple[tuple[int, int], ...] = (
-    (1, 1),
-    (64, 128),
-    (128, 192),
-    (256, 256),
-    (239, 1),
-    (799, 3),
-    (113, 203),
-    (113, 128),
-    (128, 217),
-    (113, 211),
-    (108, 256),
-    (256, 512),
-    (384, 256),
-    (640, 128),
-    (512, 256),
-    (1024, 1024),
-    (1023, 1024),
-    (1024, 1023),
-    (2048, 2048),
-    (4096, 4096),
-    (4224, 4224),
-)
-"""Lengths (q_len, kv_len) of `test_flash_attn_output` in flash-attention's tests/test_flash_attn.py and
-hopper/test_flash_attn.py, each once."""
 
 
 def check_as_flash_attention(

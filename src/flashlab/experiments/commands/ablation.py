@@ -39,7 +39,6 @@ def ablate(
     listed: Annotated[bool, typer.Option("--list", help="Say which there are, and measure nothing.")] = False,
     device: opt.Device = 0,
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Change one thing in a stage at a time, on the GPU, and append every level to data/<gpu>/ablations/.
 
@@ -66,7 +65,7 @@ def ablate(
         if listed:
             rows = [{**asdict(lever), "problems": [of.label for of in problems]} for lever in chosen]
             columns: dict[str, Any] = {key: key for key in ("name", "stage", "question")}
-            answer(rows, columns | {"problems": lambda row: "; ".join(row["problems"])}, as_json=as_json)
+            answer(rows, columns | {"problems": lambda row: "; ".join(row["problems"])})
             return
         measure = partial(ablation.measure_levers, [lever.name for lever in chosen], problems=problems)
         effects, plan = analysis.lever_effects, ablation.LEVER_PLAN
@@ -75,7 +74,7 @@ def ablate(
         if listed:
             rows = [{**asdict(axis), "levels": {one.name: dict(one.params) for one in axis.levels}} for axis in levels]
             columns = {"axis": "name", "stage": "stage", "levels": lambda row: "; ".join(row["levels"])}
-            answer(rows, columns | {"claims": "claims"}, as_json=as_json)
+            answer(rows, columns | {"claims": "claims"})
             return
         if len(shape or ()) > 1 or len(kinds) > 1:
             raise ParameterError("axes: wanted one shape and one kind of inputs, got several; --levers takes several")
@@ -88,7 +87,7 @@ def ablate(
         options = Options(data=data, device=device, progress=follow, resume=resume)
         path = measure(plan=plan, options=options)
     found = effects(store.read(path, schema.Ablation)[0]) if path else []
-    _show(found, path, as_json)
+    _show(found, path)
     failures = [one for one in found if one.median_us is None]
     if failures:
         raise CheckFailedError(
@@ -107,7 +106,6 @@ def split(
     resume: opt.Resume = False,
     device: opt.Device = 0,
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Leave out one part of a stage's work at a time, on the GPU, and append its times to data/<gpu>/parts/.
 
@@ -126,20 +124,20 @@ def split(
             plan=ablation.PLAN if samples is None else replace(ablation.PLAN, samples=samples),
             options=Options(data=data, device=device, progress=follow, note=missing.append, resume=resume),
         )
-    _show(shares(store.read(path, schema.Part)[0]) if path and path.is_file() else [], path, as_json)
+    _show(shares(store.read(path, schema.Part)[0]) if path and path.is_file() else [], path)
     if missing:
         raise CheckFailedError(f"{len(missing)} parts have no time: {'; '.join(missing)}")
 
 
-def _show(effects: Sequence[Effect], path: Path | None, as_json: bool) -> None:
+def _show(effects: Sequence[Effect], path: Path | None) -> None:
     """Levels or parts beside the first of their group; that there was nothing to measure, without a file of them."""
     if path is None:
-        answer_nothing(as_json)
+        answer_nothing()
         say("All of it is on record; nothing was measured.")
         return
     columns = ("group", "name", "shape", "mask", "median_us", "ratio", "interval", "verdict", "samples")
     rows = [one.flat() for one in effects]
-    answer(rows, (*columns, "registers", "spill_store_bytes", "blocks_per_sm", "reason"), as_json=as_json)
+    answer(rows, (*columns, "registers", "spill_store_bytes", "blocks_per_sm", "reason"))
     say(f"Recorded in {path}")
 
 

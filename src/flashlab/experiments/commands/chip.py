@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flashlab.cli import options as opt
-from flashlab.cli.output import answer, following, say
+from flashlab.cli.output import answer, as_json, following, say
 from flashlab.core.paths import DATA
 
 
@@ -20,7 +20,6 @@ def chip(
     launches: Annotated[int, typer.Option(help="Of each case, on one SM and again on all.", min=1)] = 5,
     device: opt.Device = 0,
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Measure per-SM throughput and latency on Hopper, in cycles, and append the readings to data/<gpu>/chip/."""
     from flashlab.experiments import chip as module
@@ -39,9 +38,8 @@ def chip(
             "all SMs": lambda row: median(row["all_sms"]),
             "beside": lambda row: median(row["beside"]) if row["beside"] else None,
         },
-        as_json=as_json,
     )
-    if not as_json:
+    if not as_json():
         say(f"Recorded in {path}")
 
 

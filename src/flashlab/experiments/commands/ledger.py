@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from flashlab.cli import options as opt
-from flashlab.cli.output import answer, following, say
+from flashlab.cli.output import answer, as_json, following, say
 from flashlab.core.errors import CheckFailedError, ParameterError
 from flashlab.core.paths import DATA
 
@@ -26,7 +26,6 @@ def claims(
     ] = None,
     device: opt.Device = 0,
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Judge the claims of data/claims.csv by a GPU's records: verdict, our number, its interval, record and reason."""
     from flashlab.experiments import ledger, rules_log
@@ -56,8 +55,8 @@ def claims(
             for name, (here, there) in differences.items()
         ]
         columns = {"claim": "id", "here": "here.verdict", "there": "there.verdict"}
-        if rows or as_json:
-            answer(rows, columns | {"reason here": "here.reason", "reason there": "there.reason"}, as_json=as_json)
+        if rows or as_json():
+            answer(rows, columns | {"reason here": "here.reason", "reason there": "there.reason"})
         if differences:
             raise CheckFailedError(f"{len(differences)} of {len(verdicts)} verdicts differ from those in {compare}")
         say(f"All {len(verdicts)} verdicts are those in {compare}")
@@ -71,10 +70,9 @@ def claims(
             "ours": lambda row: decisive.get(row["id"]),
             **{"claimed": "claimed", "record": "record", "reason": "reason"},
         },
-        as_json=as_json,
         title=f"{len(verdicts)} claims, judged by the records of {name}",
     )
-    if not as_json:
+    if not as_json():
         counts = Counter(verdict.verdict for verdict in verdicts)
         say(", ".join(f"{counts[kind]} {ledger.words(kind)}" for kind in ledger.KINDS if counts[kind]))
 

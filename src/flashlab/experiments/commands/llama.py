@@ -24,7 +24,6 @@ def llama(
     repeats: Annotated[int | None, typer.Option(help="Of each.", min=1)] = None,
     device: opt.Device = 0,
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Run LLaMA-7B's geometry with random weights in transformers, prefill and decoding, with each attention.
 
@@ -46,7 +45,7 @@ def llama(
         | {name: row[name] for name in ("tokens_per_s", "attention_share", "usd_per_million")}
         for row in module.shown(store.read(path, schema.ModelRun)[0])
     ]
-    answer(rows, columns, as_json=as_json)
+    answer(rows, columns)
     for line in missing:
         say(f"no time: {line}")
     say(f"Recorded in {path}")

@@ -34,7 +34,6 @@ def packed(
     mask: opt.OneMask = None,
     device: opt.Device = 0,
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Time sequences of different lengths, packed or decoding, beside the libraries that take them, and beside padding.
 
@@ -66,7 +65,7 @@ def packed(
         )
     rows = module.shown(store.read(path, schema.PackedRun)[0])
     rate = ("sequences", "stage", "gb_per_s") if decode else ("tflops",)
-    answer(rows, ("distribution", "problem", "median_us", *rate, "over"), as_json=as_json)
+    answer(rows, ("distribution", "problem", "median_us", *rate, "over"))
     for line in missing:
         say(f"no time: {line}")
     say(f"Recorded in {path}")

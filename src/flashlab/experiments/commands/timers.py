@@ -23,7 +23,6 @@ def method(
     seconds: Annotated[float, typer.Option(help="For all of it; what does not fit is left out.", min=1)] = 90,
     device: opt.Device = 0,
     data: opt.Data = DATA,
-    as_json: opt.Json = False,
 ) -> None:
     """Read the same kernels with CUDA events, CUPTI and NVBench, hot and cold, on random numbers and zeros.
 
@@ -69,7 +68,6 @@ def method(
             },
             "difference": lambda row: row["why"] or "agrees",
         },
-        as_json=as_json,
         document={"path": str(path), "missing": missing, "comparisons": rows},
     )
     for line in missing:
