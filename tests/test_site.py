@@ -121,7 +121,7 @@ def test_the_front_says_where_a_library_is_faster(tmp_path: Path) -> None:
     assert "A library is faster at 1 of the 2 problems compared" in (snippets / "front-finding.md").read_text("utf-8")
     assert "| B16 H16 S2048 D64 causal float16 | ×0.800 |" in (snippets / "losses.md").read_text("utf-8")
     finding = (snippets / "front-finding.md").read_text("utf-8")
-    assert "the newest version that was timed there" in finding
+    assert "the fastest version timed there that flashlab may choose" in finding
     assert f"There flashlab runs [`{LAST}`](stages/{LAST}.md) by default, which that GPU has not timed yet." in finding
     # By the table of choices, where there is one.
     stage, shape = registry.get("12_persistent"), problems[0]
@@ -139,6 +139,11 @@ def test_the_front_says_where_a_library_is_faster(tmp_path: Path) -> None:
     assert "There flashlab runs [`12_persistent`]" in (snippets / "front-finding.md").read_text("utf-8")
     cards = (snippets / "front-numbers.md").read_text("utf-8")
     assert cards.index("worst of 2 comparisons") < cards.index("best of 2 on normal and trained inputs")
+    # The last rung was timed too, and is slower: the page shows the faster one, which is then not the newest.
+    store.append(path, measurement(LAST, problems[0]))
+    content._front_page(out, select.load("nvidia-h200", tmp_path / "data"), tmp_path / "data")
+    assert "newest" not in (snippets / "front-finding.md").read_text("utf-8")
+    assert "newest" not in (snippets / "front-numbers.md").read_text("utf-8")
 
 
 def test_a_stage_that_this_gpu_has_not_timed_shows_what_another_one_has(tmp_path: Path) -> None:

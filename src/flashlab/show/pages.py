@@ -450,7 +450,7 @@ def _front_cards(
     rows, rate = shown.rows(), select.rate(stage)
     if stage is None or rate is None:
         return []
-    which = "the default version" if default == stage.name else "the newest version timed"
+    which = "the default version" if default == stage.name else "the fastest version to choose from"
     cards = [(f"{number(rate)} TFLOP/s", f"{which}, {stage.name}")]
     foot = next(row for row in rows if row.kind == "stage" and select.rate(row))
     if foot is not stage:
