@@ -87,12 +87,13 @@ def results(
         )
     wanted = {"shape": Problem.parse(shape).shape if shape else None, "dtype": dtype, "mask": mask}
 
+    if damaged := store.verify(name, data):
+        say("\n".join(f"damaged: {damage}" for damage in damaged))
+        say(f"Lines that are no record are left out; `flashlab repair {name}` mends what can be mended")
     if against_peers:
         _against_peers(name, data, wanted, kinds, as_json)
         return
     shown = select.load(name, data, kinds)
-    for damage in store.verify(name, data):
-        say(f"damaged, left out: {damage}")
     features = opt.features(window, softcap)
 
     def found(problems: Mapping[Problem, Sequence[Measurement]]) -> list[Measurement]:
