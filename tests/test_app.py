@@ -964,6 +964,7 @@ def test_claims_are_judged_written_and_compared(run: Run, data: Path) -> None:
     assert first["assumptions"]["dtype"] == "float16"
     assert first["why"]
     assert first["history"]["written"].startswith("2026-11-21")
+    assert "each judged by records of the GPU that it is about" in run("claims", "--data", data).out
     needs = next(row for row in shown.json if row["id"] == "B08")
     assert (needs["verdict"], needs["command"]) == ("needs_hardware", "flashlab ablate reduction")
     written = run("claims", "--data", data, "--write")
