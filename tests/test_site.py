@@ -148,8 +148,9 @@ def test_the_front_says_where_a_library_is_faster(tmp_path: Path) -> None:
 
 def test_a_stage_that_this_gpu_has_not_timed_shows_what_another_one_has(tmp_path: Path) -> None:
     """And says whose that is; a new rung is not without numbers until the main GPU is there."""
-    here, there = "nvidia-h200", "nvidia-h100-80gb-hbm3"
-    for gpu, name, run in ((here, "00_naive", RUN), (there, LAST, "20260103T030000Z-0123abc")):
+    here, there, third = "nvidia-h200", "nvidia-h100-80gb-hbm3", "nvidia-z100"
+    timed = ((here, "00_naive", RUN), (there, LAST, "20260103T030000Z-0123abc"), (third, "00_naive", RUN))
+    for gpu, name, run in timed:
         folder = tmp_path / gpu / "runs"
         folder.mkdir(parents=True)
         row = measurement(name, Problem.parse(FIRST_SHAPE), run=run)
@@ -164,6 +165,11 @@ def test_a_stage_that_this_gpu_has_not_timed_shows_what_another_one_has(tmp_path
     assert f"on one {there.upper()}" in text
     assert "was written about" not in text, "what follows is about the GPU that timed it"
     assert there in text
+    # The same where a third GPU is shown.
+    content._stage_page(out, STAGES[LAST], select.load(third, tmp_path), tmp_path)
+    text = (out.root / "snippets" / "stages" / f"{LAST}.md").read_text(encoding="utf-8")
+    assert f"on one {there.upper()}" in text
+    assert "the numbers are those of" not in text
 
 
 def test_what_another_session_timed_says_so(tmp_path: Path) -> None:
