@@ -326,6 +326,18 @@ def test_a_damaged_line_is_named_and_the_rest_still_shown(run: Run, data: Path) 
     assert shown.code == 0
     assert f"{path}:2:" in shown.err
     assert len(shown.json) > 1
+    contest = run("results", "--data", data, "--against-peers")
+    assert f"{path}:2:" in contest.err
+
+
+def test_what_is_shown_of_a_damaged_folder_is_not_said_to_be_left_out(run: Run, data: Path) -> None:
+    """A file that CHECKSUMS does not list is named, and its rows are in the table all the same."""
+    (data / "nvidia-h200" / "CHECKSUMS").unlink()
+    shown = run("results", "--data", data, "--json")
+    assert (shown.code, len(shown.json) > 1) == (0, True)
+    assert "not listed in CHECKSUMS" in shown.err
+    assert f"damaged, left out: {data / 'nvidia-h200' / 'runs'}" not in shown.err
+    assert "`flashlab repair nvidia-h200`" in shown.err
 
 
 def test_doctor(run: Run, tmp_path: Path) -> None:
@@ -952,6 +964,7 @@ def test_claims_are_judged_written_and_compared(run: Run, data: Path) -> None:
     assert first["assumptions"]["dtype"] == "float16"
     assert first["why"]
     assert first["history"]["written"].startswith("2026-11-21")
+    assert "each judged by records of the GPU that it is about" in run("claims", "--data", data).out
     needs = next(row for row in shown.json if row["id"] == "B08")
     assert (needs["verdict"], needs["command"]) == ("needs_hardware", "flashlab ablate reduction")
     written = run("claims", "--data", data, "--write")

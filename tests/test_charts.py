@@ -313,7 +313,9 @@ def test_an_unknown_gpu_has_no_percentage_of_peak(tmp_path: Path) -> None:
     shown = select.load("nvidia-unheard-of", tmp_path)
     with pytest.raises(NoDataError, match="data sheet"):
         charts.ceilings(shown)
-    assert "data sheet)" not in _text(charts.roofline(shown).svg["wide"])
+    unlisted = charts.roofline(shown)
+    assert "data sheet)" not in _text(unlisted.svg["wide"])
+    assert "data sheet" not in unlisted.caption
 
 
 def test_the_shown_run_is_the_one_that_tells_most_of_the_ladder(tmp_path: Path) -> None:

@@ -451,6 +451,9 @@ def test_the_page_for_decoding_shows_times_as_in_a_model_first(tmp_path: Path, c
     found = select.off_ladder("nvidia-h200", tmp_path, DECODE, select.DECODING)
     pages.decode_page(pages.Output(root=tmp_path), found)
     text = (tmp_path / "snippets" / "decode.md").read_text(encoding="utf-8")
+    pages.decode_page(other := pages.Output(root=tmp_path / "of a GPU without"), {})
+    nothing = (other.root / "snippets" / "decode.md").read_text(encoding="utf-8")
+    assert "for this GPU yet: `flashlab bench --suite decode` measures it" in nothing, "not that data/ holds none"
     ratio = tables.number(43 / 42)
     assert f"faster than the fastest library at 1 of 1 problems: ratios lie between ×{ratio} " in text
     assert f"| ×{ratio} | `d2_early_launch` | 42.0 |" in text

@@ -84,6 +84,7 @@ def test_a_wrong_answer_is_caught_and_told_why(
 @needs_compiler
 def test_another_right_answer_passes_and_what_does_not_compile_says_so() -> None:
     assert check("mask", "max(0, p.kv_len - p.q_len + q_row + 1)").passed
+    assert check("tail", "block_keys / TILE_KV + 1").passed, "as its hint says of a number that is too large"
     found = check("mask", "visible_keys(p q_row)")
     assert not found.passed
     assert "the compiler refused the file" in str(found)

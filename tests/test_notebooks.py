@@ -292,6 +292,19 @@ def test_settings_refuse(
         settings(**{"source": "replay", "data": data, "out": tmp_path, **arguments})
 
 
+def test_a_parameter_says_the_same_in_every_notebook() -> None:
+    """What is taken where `gpu` is empty, as `settings` resolves it; and no list of suites, which grows elsewhere."""
+    said: dict[str, set[str]] = {}
+    for name in NAMES:
+        for cell in _cells(name):
+            if "parameters" in cell.metadata.get("tags", ()):
+                for line in cell.source.splitlines():
+                    said.setdefault(line.partition(":")[0], set()).add(line.partition("  # ")[2])
+    assert said["gpu"] == {"folder under data/, for example nvidia-h200; empty: this GPU, else data/main_gpu's"}
+    assert all(len(said[key]) == 1 for key in ("source", "stages", "inputs", "out", "data"))
+    assert not [one for one in said["suite"] if "smoke" in one or "peers or lengths" in one]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_further_parameter_is_checked(name: str) -> None:
     """`-p new 16` is a number to papermill, and `-p dtype half` would show an empty chart."""

@@ -157,6 +157,17 @@ def test_how_to_reproduce_lists_every_suite_and_how_a_stage_is_added() -> None:
     assert "kernels/NN_name.toml" in page
 
 
+def test_how_to_reproduce_everything_measures_every_suite() -> None:
+    """What `make report FULL=1` leaves out has a command of its own."""
+    page = (SITE / "reproduce.md").read_text(encoding="utf-8")
+    everything = page.partition("## Everything, for one GPU")[2].partition("## ")[0]
+    commands = re.search(r"```sh\n(.*?)```", everything, re.S)
+    assert commands
+    cells = (ROOT / "notebooks" / "cells.toml").read_text(encoding="utf-8")
+    first_looks = {"smoke", "first", "quick"}
+    assert not [suite for suite in SUITES if suite not in first_looks and suite not in cells + commands[1]]
+
+
 def test_a_number_of_another_gpu_than_a_page_shows_names_it_in_its_words() -> None:
     """Pages say at their top which GPU they show; what a comment alone says, no reader sees."""
     silent = []

@@ -121,7 +121,7 @@ def test_the_front_says_where_a_library_is_faster(tmp_path: Path) -> None:
     assert "A library is faster at 1 of the 2 problems compared" in (snippets / "front-finding.md").read_text("utf-8")
     assert "| B16 H16 S2048 D64 causal float16 | ×0.800 |" in (snippets / "losses.md").read_text("utf-8")
     finding = (snippets / "front-finding.md").read_text("utf-8")
-    assert "the newest version that was timed there" in finding
+    assert "the fastest version timed there that flashlab may choose" in finding
     assert f"There flashlab runs [`{LAST}`](stages/{LAST}.md) by default, not timed there yet." in finding
     # By the table of choices, where there is one.
     stage, shape = registry.get("12_persistent"), problems[0]
@@ -139,12 +139,18 @@ def test_the_front_says_where_a_library_is_faster(tmp_path: Path) -> None:
     assert "There flashlab runs [`12_persistent`]" in (snippets / "front-finding.md").read_text("utf-8")
     cards = (snippets / "front-numbers.md").read_text("utf-8")
     assert cards.index("worst of 2 comparisons") < cards.index("best of 2 on normal and trained inputs")
+    # The last rung was timed too, and is slower: the page shows the faster one, which is then not the newest.
+    store.append(path, measurement(LAST, problems[0]))
+    content._front_page(out, select.load("nvidia-h200", tmp_path / "data"), tmp_path / "data")
+    assert "newest" not in (snippets / "front-finding.md").read_text("utf-8")
+    assert "newest" not in (snippets / "front-numbers.md").read_text("utf-8")
 
 
 def test_a_stage_that_this_gpu_has_not_timed_shows_what_another_one_has(tmp_path: Path) -> None:
     """And says whose that is; a new rung is not without numbers until the main GPU is there."""
-    here, there = "nvidia-h200", "nvidia-h100-80gb-hbm3"
-    for gpu, name, run in ((here, "00_naive", RUN), (there, LAST, "20260103T030000Z-0123abc")):
+    here, there, third = "nvidia-h200", "nvidia-h100-80gb-hbm3", "nvidia-z100"
+    timed = ((here, "00_naive", RUN), (there, LAST, "20260103T030000Z-0123abc"), (third, "00_naive", RUN))
+    for gpu, name, run in timed:
         folder = tmp_path / gpu / "runs"
         folder.mkdir(parents=True)
         row = measurement(name, Problem.parse(FIRST_SHAPE), run=run)
@@ -159,6 +165,11 @@ def test_a_stage_that_this_gpu_has_not_timed_shows_what_another_one_has(tmp_path
     assert f"on one {there.upper()}" in text
     assert "was written about" not in text, "what follows is about the GPU that timed it"
     assert there in text
+    # The same where a third GPU is shown.
+    content._stage_page(out, STAGES[LAST], select.load(third, tmp_path), tmp_path)
+    text = (out.root / "snippets" / "stages" / f"{LAST}.md").read_text(encoding="utf-8")
+    assert f"on one {there.upper()}" in text
+    assert "the numbers are those of" not in text
 
 
 def test_what_another_session_timed_says_so(tmp_path: Path) -> None:

@@ -216,7 +216,22 @@ def test_trials_are_compared_within_their_round() -> None:
     assert by_variant[tuple(sorted(start.items()))]["speedup"] == 1.0
     refused = by_variant[tuple(sorted({**start, "TILE_KV": 60}.items()))]
     assert (refused["status"], refused["speedup"], refused["reason"]) == ("error", None, "static_assert")
-    assert tuning.worth(found) == {"WARPS": {4: 1.0, 8: pytest.approx(1.5)}, "TILE_KV": {60: None, 64: 1.5}}
+    assert tuning.worth(found) == {
+        ("WARPS",): {(4,): 1.0, (8,): pytest.approx(1.5)},
+        ("TILE_KV",): {(60,): None, (64,): 1.5},
+    }
+
+
+def test_what_changed_only_together_has_one_worth() -> None:
+    """A list of a few variants says what a change as a whole is worth, and not what each of its tunables is."""
+    start = STAGE.parameters(64)
+    both = {**start, "WARPS": 8, "PADDING": 16}
+    found = tuning.trials([record(start, 100.0), record(both, 50.0)])
+    key = found[0]["key"]
+    assert tuning.worth(found) == {("WARPS", "PADDING"): {(start["WARPS"], start["PADDING"]): 1.0, (8, 16): 2.0}}
+    assert tuning.levers_table({key: found}).count("100.0 %") == 1
+    apart = tuning.trials([record(start, 100.0), record(both, 50.0), record({**start, "WARPS": 8}, 80.0)])
+    assert set(tuning.worth(apart)) == {("WARPS",), ("PADDING",)}
 
 
 GPUS = sorted(path.parent.name for path in DATA.glob(f"*/{choice.FILE}")) or [None]

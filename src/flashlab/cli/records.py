@@ -86,11 +86,12 @@ def results(
         )
     wanted = {"shape": Problem.parse(shape).shape if shape else None, "dtype": dtype, "mask": mask}
 
+    if damaged := store.verify(name, data):
+        say("\n".join(f"damaged: {damage}" for damage in damaged))
+        say(f"Lines that are no record are left out; `flashlab repair {name}` mends what can be mended")
     if against_peers:
         _against_peers(name, data, wanted, kinds)
         return
-    for damage in store.verify(name, data):
-        say(f"damaged, left out: {damage}")
     asked = (f"--window {window}" if window else None, f"--softcap {softcap:g}" if softcap else None)
     what = " ".join(filter(None, (*wanted.values(), *asked, inputs)))
     rows = _rows(name, data, {**wanted, **opt.features(window, softcap)}, kinds, what)

@@ -1462,6 +1462,7 @@ def roofline(
         if clock_mhz
         else "; the clock inside the calls was not recorded"
     )
+    dashed = "" if all(roof.measured for roof in roofs) else ", dashed ones are the data sheet's"
     if by_problem:
         stages = {point.row.name for point in points if point.row.kind == "stage"}
         which = f", {stages.pop()} at each" if len(stages) == 1 else ""
@@ -1509,7 +1510,7 @@ def roofline(
         name=f"roofline-{level}{'' if by_problem or level == 'l2' else '-measured'}",
         heights=(6.2, 7.0),
         alt=f"Roofline. Compute ceilings, TFLOP/s: {flat}. Marks, TFLOP/s: {said}.",
-        caption=f"{caption} Solid ceilings were measured here, dashed ones are the data sheet's{at_clock}.",
+        caption=f"{caption} Solid ceilings were measured here{dashed}{at_clock}.",
         provenance=select.provenance(rows),
         data_files=select.run_files([*rows, *shown.ceilings.values(), *measured]),
     )

@@ -450,7 +450,7 @@ def _front_cards(
     rows, rate = shown.rows(), select.rate(stage)
     if stage is None or rate is None:
         return []
-    which = "the default version" if default == stage.name else "the newest version timed"
+    which = "the default version" if default == stage.name else "the fastest version to choose from"
     cards = [(f"{number(rate)} TFLOP/s", f"{which}, {stage.name}")]
     foot = next(row for row in rows if row.kind == "stage" and select.rate(row))
     if foot is not stage:
@@ -573,8 +573,9 @@ def _needs(stage: Stage, parent: tuple[str, str | None]) -> str:
 
 
 def _stage_page(out: Output, stage: Stage, shown: Results, data: Path) -> None:
-    written_elsewhere = _elsewhere(shown, "What follows")
-    shown = select.with_stage(shown, stage.id, data)  # where that is another GPU, the page was written about it
+    timed = select.with_stage(shown, stage.id, data)  # where that is another GPU, the page was written about it
+    written_elsewhere = _elsewhere(shown, "What follows") if timed is shown else ""
+    shown = timed
     page, diff = f"stages/{stage.id}.md", diff_against_parent(stage)
     changes = [line[0] for line in diff.splitlines()[2:] if line.startswith(("+", "-"))]
     parent = f"[{code(stage.parent)}]({stage.parent}.md)" if stage.parent else "none: the foot of the ladder"
@@ -704,7 +705,7 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
     caches = {line["cache"] for line in lines}
     shown_in: Cache = next((cache for cache in AS_IN_A_MODEL if cache in caches), "hot")
     if not lines:
-        out.snippet("decode.md", NOTHING_YET)
+        out.snippet("decode.md", "*Not on record for this GPU yet: `flashlab bench --suite decode` measures it*")
         return
     source = select.provenance([row for line in lines for row in line["rows"]], cache=shown_in)
     ratios = [(line["library_us"] / line["us"], f" ({short(line['problem'])})") for line in lines]

@@ -47,20 +47,25 @@ def trials(records: Iterable[Tuning]) -> list[Trial]:
     return list(best.values())
 
 
-def worth(of_key: Sequence[Trial]) -> dict[str, dict[int, float | None]]:
+def worth(of_key: Sequence[Trial]) -> dict[tuple[str, ...], dict[tuple[int, ...], float | None]]:
     """By tunable and value, how far that gets with the best of everything else tried.
 
-    The speed of the fastest variant that has it, over the defaults; None where none of them ran. A tunable of which one
-    value alone was tried is left out.
+    The speed of the fastest variant that has it, over the defaults; None where none of them ran. Tunables that changed
+    only together are one, with a value of each. One of which a single value was tried is left out.
     """
-    found: dict[str, dict[int, float | None]] = {}
+    together: dict[tuple[int, ...], list[str]] = {}
     for name in dict.fromkeys(name for trial in of_key for name in trial["parameters"]):
-        speeds: dict[int, list[float]] = {}
+        values = [trial["parameters"].get(name) for trial in of_key]
+        if len(set(values) - {None}) > 1:
+            together.setdefault(tuple(map(values.index, values)), []).append(name)
+    found: dict[tuple[str, ...], dict[tuple[int, ...], float | None]] = {}
+    for names in map(tuple, together.values()):
+        speeds: dict[tuple[int, ...], list[float]] = {}
         for trial in of_key:
-            if name in trial["parameters"]:
-                speeds.setdefault(trial["parameters"][name], []).extend(filter(None, [trial["speedup"]]))
-        if len(speeds) > 1:
-            found[name] = {value: max(speeds[value], default=None) for value in sorted(speeds)}
+            if names[0] in trial["parameters"]:
+                value = tuple(trial["parameters"][name] for name in names)
+                speeds.setdefault(value, []).extend(filter(None, [trial["speedup"]]))
+        found[names] = {value: max(speeds[value], default=None) for value in sorted(speeds)}
     return found
 
 
@@ -132,13 +137,14 @@ def levers_table(found: Mapping[Key, Sequence[Trial]]) -> str:
     text: list[str] = []
     for key, of_key in found.items():
         lines: list[list[tables.Cell]] = []
-        for name, best in worth(of_key).items():
+        for names, best in worth(of_key).items():
             values = [
-                f"{value}: {'does not run' if speed is None else f'{speed:.3f}'}" for value, speed in best.items()
+                f"{' '.join(map(str, value))}: {'does not run' if speed is None else f'{speed:.3f}'}"
+                for value, speed in best.items()
             ]
             reached = [speed for speed in best.values() if speed is not None]
             spread = f"{100 * (max(reached) / min(reached) - 1):.1f} %" if reached else None
-            lines.append([name, ", ".join(values), spread])
+            lines.append([" ".join(names), ", ".join(values), spread])
         if lines:
             header = ("tunable", "value: best speed with it, the defaults being 1", "worth")
             text.append(tables.folded(f"{key.stage}, {key.problem.label}", tables.markdown(header, lines, left=2)))

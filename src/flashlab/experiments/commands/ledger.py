@@ -70,7 +70,8 @@ def claims(
             "ours": lambda row: decisive.get(row["id"]),
             **{"claimed": "claimed", "record": "record", "reason": "reason"},
         },
-        title=f"{len(verdicts)} claims, judged by the records of {name}",
+        title=f"{len(verdicts)} claims, each judged by records of the GPU that it is about; those of {name} "
+        "stand where that has none",
     )
     if not as_json():
         counts = Counter(verdict.verdict for verdict in verdicts)
