@@ -299,6 +299,13 @@ def test_repair_leaves_alone_what_is_no_gpus_folder(run: Run, data: Path) -> Non
     assert (refused.code, "There: nvidia-h200" in refused.err) == (1, True)
 
 
+def test_a_gpu_goes_by_its_product_name_too(run: Run) -> None:
+    named, by_folder = (
+        run("results", "--gpu", name, "--shape", FIRST_SHAPE) for name in ("NVIDIA H200", "nvidia-h200")
+    )
+    assert (named.code, named.out) == (0, by_folder.out)
+
+
 def test_verify_looks_at_every_gpu(run: Run, data: Path) -> None:
     shutil.copytree(data / "nvidia-h200", data / "nvidia-z100")
     for path in (one for one in (data / "nvidia-z100").rglob("*") if one.is_file()):

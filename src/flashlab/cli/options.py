@@ -11,7 +11,7 @@ import typer
 
 from flashlab.core.errors import ParameterError, refuse_unknown
 from flashlab.core.inputs import ALL, KINDS
-from flashlab.core.paths import DATA, require_checkout
+from flashlab.core.paths import DATA, require_checkout, slug
 from flashlab.core.problem import UNLIMITED, DType, Mask
 
 SHAPE_HELP = "BxHxSxD or BxHxHkvxSqxSkxD, such as 16x16x2048x64"
@@ -151,7 +151,10 @@ Resume = Annotated[
     bool, typer.Option("--resume", help="Leave out what is on record here for the same machine code and libraries.")
 ]
 Samples = Annotated[int | None, typer.Option(help="Samples of each to aim for; the plan's if not given.", min=2)]
-Gpu = Annotated[str | None, typer.Option(help="Folder under data/, such as nvidia-h200; chosen if not given.")]
+Gpu = Annotated[
+    str | None,
+    typer.Option(parser=slug, metavar="GPU", help="Folder under data/, such as nvidia-h200, or product name."),
+]
 Arch = Annotated[str | None, typer.Option(callback=_known_arch, help="Architecture, such as sm_90a.")]
 Archs = Annotated[
     list[str] | None, typer.Option(callback=_known_arch, help="Architecture, such as sm_90a; may be repeated.")
