@@ -162,6 +162,7 @@ def _fake_torch(**fields: Any) -> Any:
         "is_nested": False,
         "is_neg": lambda: False,
         "_is_zerotensor": lambda: False,
+        "untyped_storage": lambda: SimpleNamespace(device=SimpleNamespace(type="cuda")),
         "dtype": "torch.bfloat16",
         "shape": (1, 2, 3, 64),
         "stride": lambda: (384, 192, 64, 1),
