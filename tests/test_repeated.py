@@ -146,7 +146,7 @@ def test_every_call_gets_its_own_addresses_and_is_prepared_once(driver: Driver, 
     out = torch.empty_like(calls[0][0])
     for written in (1, 2):
         attention(*calls[0], stage=stage, out=out)
-        assert out._version == written, "autograd is told"
+        assert out._version == written, "autograd sees the write"
 
 
 @pytest.mark.parametrize("stage", ["08_swizzle", PERSISTENT])

@@ -177,8 +177,8 @@ def refuse_gradients(**arrays: Any) -> None:
             )
 
 
-def tell_written(*given: Any) -> None:
-    """Tell torch's autograd that tensors among these are written to, as its own operations do."""
+def mark_written(*given: Any) -> None:
+    """Mark torch tensors among these as written to, for autograd, as torch's own operations do."""
     torch = sys.modules.get("torch")
     for array in given:
         if torch is not None and isinstance(array, torch.Tensor):

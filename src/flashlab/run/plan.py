@@ -14,7 +14,7 @@ from flashlab.core.problem import DTYPES, NO_WINDOW, SIZES, UNLIMITED, Problem, 
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.run import choice
-from flashlab.run.arrays import DeviceArray, Place, contiguous_strides, tell_written
+from flashlab.run.arrays import DeviceArray, Place, contiguous_strides, mark_written
 from flashlab.run.tensor_map import MAX_STRIDE_BYTES
 
 _MAX_FACTOR = (2 - 2**-23) * 2.0**127 / math.log2(math.e)
@@ -447,7 +447,7 @@ def outputs_of(
     out_view, lse_view = place.view(out, "out"), None if lse is None else place.view(lse, "lse")
     if lse_view is not None and given:
         check_lse(lse_view, inputs, out_view)
-    tell_written(out, lse)
+    mark_written(out, lse)
     return Outputs(out, lse, out_view, lse_view)
 
 

@@ -198,7 +198,7 @@ class Recipe:
             out = torch.empty_like(q) if self.contiguous else torch.empty_like(q, memory_format=torch.contiguous_format)
             addresses.append(out.data_ptr())
         else:
-            arrays.tell_written(out)
+            arrays.mark_written(out)
         lse = torch.empty(self.lse_shape, dtype=torch.float32, device=q.device) if return_lse else None
         addresses.append(0 if lse is None else lse.data_ptr())
         held, work = streams_work(q, device, handle, self.words)
