@@ -6,6 +6,7 @@ A ceiling is the median of burst samples of a micro-benchmark (kernels/micro) or
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -48,7 +49,7 @@ def _micro(
     kernel: str,
     unit: Unit,
     how: str,
-    per_thread: float,
+    each: float,
     repeats: int = 1,
     threads: int = 512,
     blocks: int | None = None,
@@ -67,7 +68,8 @@ def _micro(
         params=[MicroParams(out.pointer, values.pointer, count, repeats)],
         stream=stream,
     )
-    amount = per_thread * threads * blocks * repeats
+    instructions = math.prod(value for value in (defines or {}).values() if isinstance(value, int))
+    amount = float(each * instructions * threads * blocks * repeats)
     return Workload(run=launch, amount=amount, unit=unit, how=how, keep=(out, values))
 
 
@@ -93,7 +95,7 @@ def _l2_read(device: int, stream: int) -> Workload:
         kernel="l2_read",
         unit="TB/s",
         how=f"reads {size} bytes past L1, {repeats} times over, 16 bytes an access",
-        per_thread=16.0 * in_flight * steps,
+        each=16.0 * in_flight * steps,
         repeats=repeats,
         threads=threads,
         count=size // 16,
