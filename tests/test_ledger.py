@@ -328,7 +328,7 @@ def test_what_hangs_on_what_is_ours_is_not_comparable_whatever_our_number_is(dat
 
 
 def test_no_verdict_hangs_on_which_of_our_kernels_is_taken() -> None:
-    """What stands beside a claim for another kernel or baseline of ours would be judged alike."""
+    """A verdict does not hang on which kernel or baseline of ours the claim is compared with."""
     records = Records(HOME)
     for claim in ledger.read():
         entry = entries()[claim.id]

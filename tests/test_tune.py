@@ -391,13 +391,19 @@ def test_what_a_bench_measured_is_in_the_table_too(tmp_path: Path) -> None:
     assert {row.variants for row in measured} == {0}
 
 
+def runs_beside_a_tuning(data: Path) -> Path:
+    """A folder for runs of a GPU that has tuned a stage."""
+    folder = data / "nvidia-h200" / "runs"
+    folder.mkdir(parents=True)
+    (data / "nvidia-h200" / "tuning").mkdir()
+    store.append(data / "nvidia-h200" / "tuning" / f"{synthetic.RUN}.jsonl", record(STAGE.parameters(64), 10.0))
+    return folder
+
+
 def test_stages_are_compared_by_runs_that_timed_several(tmp_path: Path) -> None:
     """A newer run of one stage alone, on a slower machine, does not put it behind another."""
     problem = Problem.parse("1x2x130x64")
-    folder = tmp_path / "nvidia-h200" / "runs"
-    folder.mkdir(parents=True)
-    (tmp_path / "nvidia-h200" / "tuning").mkdir()
-    store.append(tmp_path / "nvidia-h200" / "tuning" / f"{synthetic.RUN}.jsonl", record(STAGE.parameters(64), 10.0))
+    folder = runs_beside_a_tuning(tmp_path)
     for name in ("01_coalesced", "08_swizzle"):
         store.append(folder / f"{synthetic.RUN}.jsonl", synthetic.measurement(name, problem))
     later = "20991231T000000Z-0123abc"
@@ -415,10 +421,7 @@ def test_stages_are_compared_by_runs_that_timed_several(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cache", AS_IN_A_MODEL)
 def test_few_rows_count_as_a_model_has_them_where_there_are_such_times(tmp_path: Path, cache: Cache) -> None:
     problem = Problem.parse("1x2x2x1x130x64")
-    folder = tmp_path / "nvidia-h200" / "runs"
-    folder.mkdir(parents=True)
-    (tmp_path / "nvidia-h200" / "tuning").mkdir()
-    store.append(tmp_path / "nvidia-h200" / "tuning" / f"{synthetic.RUN}.jsonl", record(STAGE.parameters(64), 10.0))
+    folder = runs_beside_a_tuning(tmp_path)
     for name in ("01_coalesced", "08_swizzle"):
         row = synthetic.measurement(name, problem)
         if name == "01_coalesced":
@@ -434,10 +437,7 @@ def test_few_rows_count_as_a_model_has_them_where_there_are_such_times(tmp_path:
 
 def test_many_rows_count_hot_whatever_a_few_stages_take_in_a_step(tmp_path: Path) -> None:
     problem = Problem.parse("1x2x130x64")
-    folder = tmp_path / "nvidia-h200" / "runs"
-    folder.mkdir(parents=True)
-    (tmp_path / "nvidia-h200" / "tuning").mkdir()
-    store.append(tmp_path / "nvidia-h200" / "tuning" / f"{synthetic.RUN}.jsonl", record(STAGE.parameters(64), 10.0))
+    folder = runs_beside_a_tuning(tmp_path)
     rows = [synthetic.measurement(name, problem) for name in ("01_coalesced", "08_swizzle")]
     step = rows[0].samples[0].model_copy(update={"cache": "step"})
     rows[0] = rows[0].model_copy(update={"samples": (*rows[0].samples, step)})

@@ -79,7 +79,7 @@ _ERRORS = ("max_abs", "rms", "lse")
 class Header(Base):
     """What holds for every comparison of a file."""
 
-    model_config = ConfigDict(extra="ignore")  # in a line of the first format the comparison stands beside it
+    model_config = ConfigDict(extra="ignore")  # a line of the first format holds the comparison too
 
     def line(self) -> dict[str, Any]:
         """The first line of a file."""
