@@ -6,18 +6,19 @@ import json
 import shutil
 import sys
 from dataclasses import fields, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import synthetic
 
-from flashlab.build import compiler
 from flashlab.core.errors import MissingError, ParameterError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.experiments import sanitizer
 from flashlab.kernels import registry
+from flashlab.measure import bench
 from flashlab.measure.options import Options
 from flashlab.query import select
 from flashlab.record import store
@@ -127,7 +128,7 @@ def tool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(folder), prepend=":")
     monkeypatch.setattr(gpu, "info", lambda device=0: _here("sm_90a"))
-    monkeypatch.setattr(compiler, "compile_many", lambda work: ())
+    monkeypatch.setattr(bench, "compile_ahead", lambda *args, **how: None)
 
     def run(*stage_ids: str, **plan: Any) -> dict[tuple[str, str], Sanitized]:
         whole = {"logs": dict.fromkeys(sanitizer.TOOLS, CLEAN), "failed": {}, "dead": []} | plan
@@ -188,12 +189,16 @@ def test_what_cannot_be_run_is_refused(tool: Any, monkeypatch: pytest.MonkeyPatc
         sanitizer.sanitize(["08_swizzle"], options=Options(data=tmp_path))
 
 
-@pytest.mark.parametrize("stage_id", registry.STAGES)
+@pytest.mark.parametrize("stage_id", [*registry.STAGES, *registry.DECODE, *registry.FP8])
 def test_a_stage_is_launched_on_all_that_it_takes(stage_id: str) -> None:
     stage = registry.get(stage_id)
-    found = sanitizer.problems(stage_id)
-    assert len(set(found)) == len(stage.head_dims) * len(stage.dtypes) * 2 * len(sanitizer.LENGTHS)
+    cases = sanitizer.launches(stage_id)
+    found = {case.problem for case in cases}
+    of_each = [len(stage.head_dims), len(stage.dtypes), 2, 1 + (set(stage.features) >= {"window", "softcap"})]
+    few_rows = sum(q_len <= 3 for q_len, _ in sanitizer.LENGTHS)
+    assert len(found) == prod([*of_each, few_rows if stage.max_rows else len(sanitizer.LENGTHS)])
     assert all(stage.why_not(problem) is None for problem in found)
+    assert len(cases) == len(found)
 
 
 def test_the_site_says_what_was_found(tool: Any, tmp_path: Path) -> None:

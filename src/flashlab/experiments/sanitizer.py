@@ -1,7 +1,8 @@
 """compute-sanitizer over every stage: out-of-bounds accesses, races, uninitialised reads, barriers that do not match.
 
 Each tool runs a worker of this module that launches every stage over head dims, masks, element types, lengths and
-aligned and odd rows; memory is allocated for each call anew, so that an access past an array is past an allocation.
+aligned and odd rows, and with a window and a soft cap where it takes them; memory is allocated for each call anew, so
+that an access past an array is past an allocation. What copies into pages, or quantises, for a stage runs with it.
 A record says how often a stage was launched under a tool, and what the tool found in it.
 
     PYTHONPATH=src python3 scripts/sanitize.py     appends to data/<gpu>/sanitizer/
@@ -10,37 +11,40 @@ A record says how often a stage was launched under a tool, and what the tool fou
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flashlab.build import compiler
 from flashlab.core.environment import environment
 from flashlab.core.errors import FlashlabError, LaunchError, ParameterError
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
-from flashlab.measure import profile
+from flashlab.measure import bench, profile
 from flashlab.measure.harness import Book, Message, Send, Worker, WorkerDiedError, greeting, serve
 from flashlab.measure.options import Options
 from flashlab.record import store
 from flashlab.record.schema import Sanitized
 from flashlab.run import gpu
 from flashlab.run.attention import prepare
-from flashlab.verify.cases import cases
+from flashlab.verify.cases import Case, cases
 from flashlab.verify.oracle import make_inputs
 from flashlab.verify.verdict import strides_of
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
-LENGTHS: tuple[tuple[int, int], ...] = ((1, 1), (65, 130), (203, 113), (130, 257))
-"""Query and key lengths of the launches: one key, ends of tiles, more queries than keys, several tiles."""
+LENGTHS: tuple[tuple[int, int], ...] = ((1, 1), (65, 130), (203, 113), (130, 257), (3, 700))
+"""Query and key lengths of the launches: one key, ends of tiles, more queries than keys, several tiles, few rows."""
+FEATURES: tuple[Mapping[str, Any], ...] = ({}, {"window": (40, 30), "softcap": 20.0})
+"""Windows and soft caps of the launches: none, and both, whose machine code is other code."""
+_EVERY = {**registry.STAGES, **registry.DECODE, **registry.FP8}
 _FLAGS = ("--report-api-errors", "no", "--print-limit", "1000")
 """No API errors: asking the driver for a function that it lacks is one, and no error of a kernel."""
 OPTIONS = Options(timeout_s=540.0, worker=(sys.executable, "-m", "flashlab.experiments.sanitizer"))
@@ -136,8 +140,8 @@ def sanitize(
     if unknown or not tools:
         raise ParameterError(f"tools: wanted some of {', '.join(TOOLS)}, got {', '.join(unknown) or 'none'}")
     device_info = gpu.info(options.device)
-    stages = [registry.get(stage_id) for stage_id in (registry.STAGES if stage_ids is None else stage_ids)]
-    able = [stage for stage in stages if device_info.arch in stage.archs]
+    wanted = [registry.get(stage_id) for stage_id in (_EVERY if stage_ids is None else stage_ids)]
+    able = [stage for stage in wanted if device_info.arch in stage.archs]
     if not able:
         raise ParameterError(f"wanted a stage that runs on {device_info.arch}, got none")
     command = profile.tool("compute-sanitizer", _GET)
@@ -146,9 +150,10 @@ def sanitize(
     with Book(options.data, "sanitizer") as book:
         book.hello(greeting(device_info))
         options.note("compiling")
-        cuda = [stage for stage in able if stage.language == "cuda"]
-        compiler.compile_many(compiler.jobs(cuda, [device_info.arch], aligned=(True, False)))
-        job = {"stages": [stage.id for stage in able], "device": options.device}
+        ids = [stage.id for stage in able]
+        cells = [(case.launched, case.names) for stage_id in ids for case in launches(stage_id)]
+        bench.compile_ahead(registry.implementations(ids), cells, options.device, aligned=(True, False))
+        job = {"stages": ids, "device": options.device}
 
         with ThreadPoolExecutor(len(tools)) as pool:
             watched = list(pool.map(lambda tool: watch(command, tool, job, options), tools))
@@ -184,10 +189,14 @@ def watch(command: str, tool: str, job: Message, options: Options) -> Watched:
 # --- Under the tool ---------------------------------------------------------------------------------------------------
 
 
-def problems(stage_id: str) -> list[Problem]:
-    """What a stage is launched on: grouped heads, every head dim, type, mask and pair of lengths it takes."""
+def launches(stage_id: str) -> list[Case]:
+    """What a stage is launched on: grouped heads, every head dim, type, mask, feature and pair of lengths it takes."""
     able = {stage_id: registry.get(stage_id)}
-    return [case.problem for case in cases(able, lengths=LENGTHS, heads=(1, 2, 1), layouts=("contiguous",))]
+    every = (
+        cases(able, lengths=LENGTHS, heads=(1, 2, 1), layouts=("contiguous",), features=features)
+        for features in FEATURES
+    )
+    return [case for of_features in every for case in of_features]
 
 
 def _launch(job: Message, send: Send) -> None:
@@ -196,15 +205,14 @@ def _launch(job: Message, send: Send) -> None:
     torch.cuda.set_device(job["device"])
     send({"type": "hello"})
     for stage_id in job["stages"]:
-        for problem in problems(stage_id):
-            for odd in (0, 1):
-                try:
-                    _launch_once(torch, stage_id, problem, odd)
-                    send({"type": "launched", "stage": stage_id})
-                except (FlashlabError, RuntimeError) as error:
-                    send({"type": "failed", "stage": stage_id, "reason": f"{problem.label}: {error}"})
-                    if isinstance(error, LaunchError) or not isinstance(error, FlashlabError):
-                        raise  # what runs afterwards in this process says nothing
+        for case, odd in itertools.product(launches(stage_id), (0, 1)):
+            try:
+                _launch_once(torch, stage_id, case.problem, odd)
+                send({"type": "launched", "stage": stage_id})
+            except (FlashlabError, RuntimeError) as error:
+                send({"type": "failed", "stage": stage_id, "reason": f"{case.problem.label}: {error}"})
+                if isinstance(error, LaunchError) or not isinstance(error, FlashlabError):
+                    raise  # what runs afterwards in this process says nothing
 
 
 def _launch_once(torch: Any, stage_id: str, problem: Problem, odd: int) -> None:
@@ -224,7 +232,7 @@ def _launch_once(torch: Any, stage_id: str, problem: Problem, odd: int) -> None:
     q, k, v = (on_gpu(x.shape, x) for x in make_inputs(problem))
     out = on_gpu(q.shape, None)
     lse = torch.empty(tuple(q.shape[:3]), dtype=torch.float32, device="cuda")
-    prepare(q, k, v, causal=problem.causal, stage=stage_id, out=out, lse=lse)()
+    prepare(q, k, v, **problem.options, stage=stage_id, out=out, lse=lse)()
     torch.cuda.synchronize()
 
 

@@ -928,8 +928,9 @@ def check_records(out: Output, everything: Sequence[Results], data: Path) -> Non
                 said.append(f"- {what}{tables.check_record(lines)} [Data]({file})")
         found = store.sanitized(shown.gpu, data)
         if found:
-            file = published(f"{shown.gpu}/sanitizer/{found[0].run}.jsonl")
-            sanitized.append(f"{tables.sanitized(found)}\n[Data]({file})")
+            runs = sorted({record.run for record in found}, reverse=True)
+            files = " ".join(f"[{run}]({published(f'{shown.gpu}/sanitizer/{run}.jsonl')})" for run in runs)
+            sanitized.append(f"{tables.sanitized(found)}\nData: {files}")
     out.snippet("checks.md", "\n".join(said) if said else NO_CHECKS)
     out.snippet("sanitizer.md", "\n\n".join(sanitized) if sanitized else NO_SANITIZER)
 

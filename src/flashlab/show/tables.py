@@ -1194,9 +1194,11 @@ def sanitized(found: Sequence[Sanitized]) -> str:
     columns = [Column("stage", "0", code)]
     columns += [Column(tool, f"1.{tool}", errors) for tool in tools]
     clean = "Nothing was found." if all(record.clean for record in found) else "Something was found."
+    days = sorted({record.time[:10] for record in found})
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     return (
-        f"{found[0].gpu.name}, {found[0].time[:10]}, {found[0].version}. {clean} Errors, in so many launches:\n\n"
-        f"{table(columns, by_stage.items())}"
+        f"{found[0].gpu.name}, {when}, {', '.join(sorted({record.version for record in found}))}. {clean} "
+        f"Errors, in so many launches:\n\n{table(columns, by_stage.items())}"
     )
 
 
