@@ -51,7 +51,8 @@ _OPTIONS = ("causal", "scale", "stage", "window", "softcap")
 def _define(name: str, call: Callable[..., Any], inputs: str, *, causal: bool, dims: str, return_lse: bool) -> None:
     """Register an operator: `call` of its `inputs`, as a schema names them, and the options.
 
-    While it is traced, the first three inputs are looked at: `dims` says what their dimensions are.
+    Its output lies in memory as q, the first input, does: a model's projection has a token's heads side by side, and
+    wants them so. While it is traced, the first three inputs are looked at: `dims` says what their dimensions are.
     """
     names = [one.split()[-1] for one in inputs.split(", ")]
 
@@ -59,6 +60,8 @@ def _define(name: str, call: Callable[..., Any], inputs: str, *, causal: bool, d
         how = dict(zip(_OPTIONS, args[len(names) :], strict=False))
         if how.get("window") is not None:
             how["window"] = tuple(how["window"])
+        if not args[0].is_contiguous() and args[0].stride(-1) == 1:  # where it is not, `call` refuses it
+            how["out"] = torch.empty_like(args[0])
         return call(*args[: len(names)], **how)
 
     def above(*args: Any) -> Any:
@@ -81,7 +84,7 @@ def _define(name: str, call: Callable[..., Any], inputs: str, *, causal: bool, d
             if array.dtype not in (torch.float16, torch.bfloat16):
                 raise DTypeError(f"{of}: wanted float16 or bfloat16, got {array.dtype}. `{of}.half()` works.")
         q = args[0]
-        out = q.new_empty(q.shape)
+        out = torch.empty_like(q)
         return (out, q.new_empty(lse_shape(q), dtype=torch.float32)) if return_lse else out
 
     options = f"bool causal={causal}, float? scale=None, str? stage=None, SymInt[]? window=None, float softcap=0.0"
@@ -154,7 +157,7 @@ def attention(
         return_lse: also return the log-sum-exp of the scores, float32 (batch, q_heads, q_len).
 
     Returns:
-        The output, contiguous and like q, or (output, lse).
+        The output, which is like q and lies in memory as q does, or (output, lse).
 
     Raises:
         InputError: a tensor wants a gradient, or what `flashlab.attention` refuses. Under `torch.compile`, torch wraps
@@ -314,6 +317,6 @@ def _transformers_attention(
         ends = [of.to(torch.int32) for of in ends]
         sides = None if window is None else (window, window)
         call = (q, k, v, *ends, int(longest), bool(causal), scaling, None, sides, softcap or 0.0)
-        return torch.ops.flashlab.varlen_attention.default(*call)[0][None], None
+        return torch.ops.flashlab.varlen_attention.default(*call)[0][None].contiguous(), None
     out = attention(query, key, value, causal=bool(causal), window=window, softcap=softcap or 0.0, scale=scaling)
     return out.transpose(1, 2).contiguous(), None
