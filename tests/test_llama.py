@@ -43,13 +43,16 @@ def test_every_attention_runs_the_same_model(monkeypatch: pytest.MonkeyPatch) ->
     worker = llama._Worker({**job, "batches": [1, 2], "prompt": 8, "geometry": TINY}, sent.append)
     worker.torch = torch  # type: ignore[attr-defined]
     monkeypatch.setattr(llama.peers, "get", lambda _: SimpleNamespace(layout="bhsd", build=lambda _: _fails))
-    worker.time_all("cpu", lambda: None)
+    worker.time_all("cpu", lambda: None, lambda step: (step, step()))
     rows = {
         (one["row"]["phase"], one["row"]["batch"], one["row"]["attention"]): one["row"] for one in sent if "row" in one
     }
     assert set(rows) == {
         (phase, batch, name)
-        for phase, batch in (("prefill", 1), ("decode", 1), ("decode", 2))
+        for phase, batch in (
+            *(("prefill", 1), ("decode", 1), ("decode", 2)),
+            *((llama.GRAPH, 1), (llama.GRAPH, 2)),
+        )
         for name in ("flashlab", "sdpa", "nothing")
     }
     assert all(len(row["time_s"]) == 2 and min(row["time_s"]) > 0 for row in rows.values())

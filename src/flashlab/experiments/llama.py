@@ -5,11 +5,14 @@
 Weights do not change how long a GEMM or an attention takes, so that random ones are as good as trained ones; none are
 downloaded. Each attention runs the same model on the same tokens, one after the other in an order drawn anew, and a
 time is the host's clock from a synchronised GPU to a synchronised GPU: what a user waits for. `nothing` returns Q in
-place of attention; what a model takes longer than with it is attention's share.
+place of attention; what a model takes longer than with it is attention's share. Decoding is timed twice: as
+transformers launches it, kernel by kernel, which takes the host longer than the GPU, and with one step replayed as a
+CUDA graph, as serving engines do.
 """
 
 from __future__ import annotations
 
+import copy
 import importlib
 import random
 import sys
@@ -48,6 +51,9 @@ NEW = 32
 BATCHES = (1, 8)
 NOTHING = "nothing"
 ATTENTIONS = ("flashlab", "sdpa", "fa3", NOTHING)
+GRAPH = "decode_graph"
+PHASES: Mapping[str, str] = {"prefill": "prefill", "decode": "decode, launch by launch", GRAPH: "decode, a CUDA graph"}
+"""In the order of the page, and as it names them."""
 REPEATS = 7
 USD_PER_GPU_HOUR = 4.0
 """An assumed price, where a record has none of its own."""
@@ -93,9 +99,27 @@ class _Worker(GpuWorker):
     def work(self) -> None:
         """All of the job."""
         self.hold()
-        self.time_all(f"cuda:{self.device}", lambda: self.torch.cuda.synchronize(self.device))
+        self.time_all(f"cuda:{self.device}", lambda: self.torch.cuda.synchronize(self.device), self.capture)
 
-    def time_all(self, device: str, wait: Callable[[], None]) -> None:
+    def capture(self, step: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        """A decoding step as a CUDA graph: what replays it, and the tensor that it leaves its logits in."""
+        torch = self.torch
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            step()  # compiles, and sets up, what may not be captured
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = step()
+        return graph.replay, logits
+
+    def time_all(
+        self,
+        device: str,
+        wait: Callable[[], None],
+        capture: Callable[[Callable[[], Any]], tuple[Callable[[], None], Any]],
+    ) -> None:
         """Each phase by each attention; `wait` returns when the device has done what was asked of it."""
         torch, job = self.torch, self.job
         transformers = need("transformers")
@@ -111,7 +135,7 @@ class _Worker(GpuWorker):
                 self.model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**job["geometry"])).eval()
         finally:
             torch.set_default_dtype(before)
-        self._wait = wait
+        self._wait, self._capture = wait, capture
         geometry = self.model.config
         self._said = {
             "dtype": DTYPE,
@@ -136,8 +160,11 @@ class _Worker(GpuWorker):
     def _say(self, what: str) -> None:
         self.send({"type": "step", "what": what})
 
-    def _interleaved(self, names: Mapping[str, str], run: Callable[[], Any], phase: str, fields: Message) -> None:
-        """Run with every attention so many times; those that cannot are said to be missing, and the others go on."""
+    def _interleaved(self, names: Mapping[str, str], run: Callable[[str], Any], phase: str, fields: Message) -> None:
+        """Run with every attention so many times; those that cannot are said to be missing, and the others go on.
+
+        `run` takes the attention's name, and returns logits.
+        """
         times: dict[str, list[float]] = {}
         logits: dict[str, Any] = {}
         able = []
@@ -145,7 +172,7 @@ class _Worker(GpuWorker):
             self._say(f"{phase}, {name}")
             with self.attempt(f"{phase} by {name}"):
                 self.model.set_attn_implementation(registered)
-                logits[name] = run()
+                logits[name] = run(name)
                 self._wait()
                 able.append(name)
         for _ in range(self.job["repeats"]):
@@ -154,7 +181,7 @@ class _Worker(GpuWorker):
                 self.model.set_attn_implementation(names[name])
                 self._wait()
                 began = time.perf_counter()
-                run()
+                run(name)
                 self._wait()
                 times.setdefault(name, []).append(time.perf_counter() - began)
         for name in sorted(able):
@@ -166,27 +193,47 @@ class _Worker(GpuWorker):
             self.send({"type": "row", "row": {**row, "logit_error": difference}})
 
     def _prefill(self, names: Mapping[str, str], tokens: Any) -> None:
-        def run() -> Any:
+        def run(_: str) -> Any:
             return self.model(tokens, use_cache=False, logits_to_keep=1).logits
 
         self._interleaved(names, run, "prefill", {"batch": len(tokens), "new_tokens": 0})
 
     def _decode(self, names: Mapping[str, str], tokens: Any) -> None:
-        """Decoding from one cache, which is cut back to the prompt before each run.
+        """Decoding from one cache, which is cut back to the prompt before each run; then one step, again and again.
 
         Each step gets the same token, not the likeliest, so that every attention sees the same.
         """
         self.model.set_attn_implementation("sdpa")
         cache = self.model(tokens[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
-        token = tokens[:, -1:]
+        token, new = tokens[:, -1:], self.job["new"]
+        replays: dict[str, tuple[Callable[[], None], Any]] = {}
 
-        def run() -> Any:
+        def cut_back() -> None:
             if extra := cache.get_seq_length() - tokens.shape[1] + 1:
                 cache.crop(-extra)
-            steps = [self.model(token, past_key_values=cache, use_cache=True) for _ in range(self.job["new"])]
+
+        def run(_: str) -> Any:
+            cut_back()
+            steps = [self.model(token, past_key_values=cache, use_cache=True) for _ in range(new)]
             return steps[-1].logits[:, -1:]
 
-        self._interleaved(names, run, "decode", {"batch": len(tokens), "new_tokens": self.job["new"]})
+        def step() -> Any:
+            longer = copy.copy(cache)  # the step's token is in no other's cache
+            longer.layers = [copy.copy(layer) for layer in cache.layers]
+            return self.model(token, past_key_values=longer, use_cache=True).logits[:, -1:]
+
+        def replay(name: str) -> Any:
+            if name not in replays:
+                replays[name] = self._capture(step)
+            again, logits = replays[name]
+            for _ in range(new):
+                again()
+            return logits
+
+        fields = {"batch": len(tokens), "new_tokens": new}
+        self._interleaved(names, run, "decode", fields)
+        cut_back()
+        self._interleaved(names, replay, GRAPH, fields)
 
 
 def _known(name: str) -> str:
@@ -243,12 +290,12 @@ def shown(records: Sequence[ModelRun]) -> list[dict[str, Any]]:
         row = {"record": one, "tokens_per_s": rate, "attention_share": None if bare is None else 1 - bare / seconds}
         row |= {"usd_per_million": (price or USD_PER_GPU_HOUR) / 3600 / rate * 1e6, "assumed": price is None}
         found.append(row)
-    order = ("prefill", "decode")
+    order = [*PHASES]
     return sorted(found, key=lambda row: (order.index(row["record"].phase), row["record"].batch, -row["tokens_per_s"]))
 
 
 COLUMNS = (
-    Column("phase", "record.phase"),
+    Column("phase", lambda row: PHASES[row["record"].phase]),
     Column("batch", "record.batch"),
     Column("attention", "record.attention", code, left=True),
     Column("ms", lambda row: 1e3 * median(row["record"].time_s) / (row["record"].new_tokens or 1)),
@@ -266,13 +313,14 @@ def _range(record: ModelRun) -> str:
 
 
 def page(out: Any, results: Any, data: Path = DATA) -> None:
-    """The table of the main GPU's newest run, or that there is none."""
-    rows = shown(store.records(results.gpu, ModelRun, data)) if results is not None else []
-    if not rows:
-        out.snippet(
-            "llama.md", "*No whole model is on record yet: `flashlab llama` on a machine with a GPU makes one.*"
-        )
-        return
+    """The table of each GPU's newest run, or that there is none."""
+    by_gpu = (shown(store.records(gpu, ModelRun, data)) for gpu in store.gpus(data, "models"))
+    tables = [_table(rows) for rows in by_gpu if rows]
+    none = "*No whole model is on record yet: `flashlab llama` on a machine with a GPU makes one.*"
+    out.snippet("llama.md", "\n\n".join(tables) or none)
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     one = rows[0]["record"]
     price = f"at {number(USD_PER_GPU_HOUR)} US$ a GPU-hour, which is assumed" if rows[0]["assumed"] else "at its price"
     facts = (
@@ -284,7 +332,7 @@ def page(out: Any, results: Any, data: Path = DATA) -> None:
         f"cost {price}",
         f"{one.time[:10]} · commit {one.source.commit[:7]}",
     )
-    out.snippet("llama.md", f"{table(COLUMNS, rows)}\n\n<small>{' · '.join(facts)}</small>")
+    return f"{table(COLUMNS, rows)}\n\n<small>{' · '.join(facts)}</small>"
 
 
 PAGES = {"llama": page}

@@ -438,7 +438,8 @@ class ModelRun(Base):
     kind: Literal["model"] = "model"
     attention: Label
     """`flashlab`, `sdpa`, a library of `flashlab.kernels.peers`, or `nothing`, which returns Q."""
-    phase: Literal["prefill", "decode"]
+    phase: Literal["prefill", "decode", "decode_graph"]
+    """The last: one decoding step, captured and replayed as a CUDA graph."""
     batch: int = Field(ge=1)
     """Sequences at once."""
     prompt_tokens: int = Field(ge=1)
