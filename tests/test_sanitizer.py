@@ -68,11 +68,11 @@ def send(**message):
     pipe.write(json.dumps(message) + "\\n")
     pipe.flush()
 send(type="hello")
-for stage in job["stages"]:
-    for _ in range(8):
-        send(type="launched", stage=stage)
-    for reason in plan["failed"].get(stage, []):
-        send(type="failed", stage=stage, reason=reason)
+stage = job["stage"]
+for _ in range(8):
+    send(type="launched", stage=stage)
+for reason in plan["failed"].get(stage, []):
+    send(type="failed", stage=stage, reason=reason)
 log = plan["logs"].get(tool)
 if log is not None:
     open(arguments[arguments.index("--log-file") + 1], "w").write(log)
@@ -193,11 +193,11 @@ def test_what_cannot_be_run_is_refused(tool: Any, monkeypatch: pytest.MonkeyPatc
 def test_a_stage_is_launched_on_all_that_it_takes(stage_id: str) -> None:
     stage = registry.get(stage_id)
     cases = sanitizer.launches(stage_id)
-    found = {case.problem for case in cases}
-    of_each = [len(stage.head_dims), len(stage.dtypes), 2, 1 + (set(stage.features) >= {"window", "softcap"})]
+    found = {(case.problem, case.aligned) for case in cases}
+    of_each = [len(stage.head_dims), len(stage.dtypes), 2, 2 + (set(stage.features) >= {"window", "softcap"})]
     few_rows = sum(q_len <= 3 for q_len, _ in sanitizer.LENGTHS)
     assert len(found) == prod([*of_each, few_rows if stage.max_rows else len(sanitizer.LENGTHS)])
-    assert all(stage.why_not(problem) is None for problem in found)
+    assert all(stage.why_not(problem) is None for problem, _ in found)
     assert len(cases) == len(found)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -26,7 +27,6 @@ from typing import Any
 
 from flashlab.core.environment import environment
 from flashlab.core.errors import FlashlabError, LaunchError, ParameterError
-from flashlab.core.problem import Problem
 from flashlab.kernels import registry
 from flashlab.measure import bench, profile
 from flashlab.measure.harness import Book, Message, Send, Worker, WorkerDiedError, greeting, serve
@@ -42,8 +42,11 @@ from flashlab.verify.verdict import strides_of
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 LENGTHS: tuple[tuple[int, int], ...] = ((1, 1), (65, 130), (203, 113), (130, 257), (3, 700))
 """Query and key lengths of the launches: one key, ends of tiles, more queries than keys, several tiles, few rows."""
-FEATURES: tuple[Mapping[str, Any], ...] = ({}, {"window": (40, 30), "softcap": 20.0})
-"""Windows and soft caps of the launches: none, and both, whose machine code is other code."""
+LAUNCHES: tuple[tuple[str, Mapping[str, Any]], ...] = (
+    *(("contiguous", {}), ("misaligned", {})),
+    ("misaligned", {"window": (40, 30), "softcap": 20.0}),
+)
+"""Layouts, windows and soft caps of the launches: each is machine code of its own."""
 _EVERY = {**registry.STAGES, **registry.DECODE, **registry.FP8}
 _FLAGS = ("--report-api-errors", "no", "--print-limit", "1000")
 """No API errors: asking the driver for a function that it lacks is one, and no error of a kernel."""
@@ -123,10 +126,11 @@ def sanitize(
     tools: Sequence[str] = TOOLS,
     options: Options = OPTIONS,
 ) -> tuple[Path, tuple[Sanitized, ...]]:
-    """Run every tool over the stages that this GPU runs, all tools at once, and append to data/<gpu>/sanitizer/.
+    """Run every tool over the stages that this GPU runs, as many processes at once as there are processors, and append
+    to data/<gpu>/sanitizer/.
 
     Args:
-        options: `timeout_s` is for each tool.
+        options: `timeout_s` is for each tool and stage.
 
     Returns:
         The file, and its records, one a tool and stage.
@@ -150,26 +154,28 @@ def sanitize(
     with Book(options.data, "sanitizer") as book:
         book.hello(greeting(device_info))
         options.note("compiling")
-        ids = [stage.id for stage in able]
-        cells = [(case.launched, case.names) for stage_id in ids for case in launches(stage_id)]
-        bench.compile_ahead(registry.implementations(ids), cells, options.device, aligned=(True, False))
-        job = {"stages": ids, "device": options.device}
+        every = {stage.id: launches(stage.id) for stage in able}
+        for aligned in (True, False):
+            cells = [(one.launched, one.names) for cases in every.values() for one in cases if one.aligned == aligned]
+            bench.compile_ahead(registry.implementations(tuple(every)), cells, options.device, aligned=(aligned,))
+        work = [*itertools.product(tools, every)]
 
-        with ThreadPoolExecutor(len(tools)) as pool:
-            watched = list(pool.map(lambda tool: watch(command, tool, job, options), tools))
-        for tool, one in zip(tools, watched, strict=True):
-            for stage in able:
-                fields = {"tool": tool, "version": tool_version, "stage": stage.id, **one.of(stage.id)}
+        def watched(of: tuple[str, str]) -> Watched:
+            return watch(command, of[0], {"stage": of[1], "device": options.device}, options)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for (tool, stage_id), one in zip(work, pool.map(watched, work), strict=True):
+                fields = {"tool": tool, "version": tool_version, "stage": stage_id, **one.of(stage_id)}
                 records.append(Sanitized(**book.header(), **fields))
                 store.append(book.path, records[-1])
     return book.path, tuple(records)
 
 
 def watch(command: str, tool: str, job: Message, options: Options) -> Watched:
-    """Launch the stages of the job in a process that a tool watches."""
+    """Launch the stage of the job in a process that a tool watches."""
     watched, timeout_s = Watched(), options.timeout_s
     ends = time.monotonic() + timeout_s
-    options.note(f"{tool}: started")
+    options.note(f"{tool} of {job['stage']}: started")
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         under_tool = [command, "--tool", tool, *_FLAGS, "--log-file", str(log), *options.worker]
@@ -182,7 +188,7 @@ def watch(command: str, tool: str, job: Message, options: Options) -> Watched:
                 watched.death = str(error)
         if log.exists():
             watched.read(log.read_text(encoding="utf-8", errors="replace"))
-    options.note(f"{tool}: {'no summary' if watched.errors is None else f'{watched.errors} errors'}")
+    options.note(f"{tool} of {job['stage']}: {'no summary' if watched.errors is None else f'{watched.errors} errors'}")
     return watched
 
 
@@ -192,34 +198,32 @@ def watch(command: str, tool: str, job: Message, options: Options) -> Watched:
 def launches(stage_id: str) -> list[Case]:
     """What a stage is launched on: grouped heads, every head dim, type, mask, feature and pair of lengths it takes."""
     able = {stage_id: registry.get(stage_id)}
-    every = (
-        cases(able, lengths=LENGTHS, heads=(1, 2, 1), layouts=("contiguous",), features=features)
-        for features in FEATURES
-    )
-    return [case for of_features in every for case in of_features]
+    how: dict[str, Any] = {"lengths": LENGTHS, "heads": (1, 2, 1)}
+    return [case for layout, features in LAUNCHES for case in cases(able, **how, layouts=(layout,), features=features)]
 
 
 def _launch(job: Message, send: Send) -> None:
-    """Launch every stage, and say of each launch whether it ran."""
-    torch = importlib.import_module("torch")
+    """Launch the stage, and say of each launch whether it ran."""
+    torch, stage_id = importlib.import_module("torch"), job["stage"]
     torch.cuda.set_device(job["device"])
     send({"type": "hello"})
-    for stage_id in job["stages"]:
-        for case, odd in itertools.product(launches(stage_id), (0, 1)):
-            try:
-                _launch_once(torch, stage_id, case.problem, odd)
-                send({"type": "launched", "stage": stage_id})
-            except (FlashlabError, RuntimeError) as error:
-                send({"type": "failed", "stage": stage_id, "reason": f"{case.problem.label}: {error}"})
-                if isinstance(error, LaunchError) or not isinstance(error, FlashlabError):
-                    raise  # what runs afterwards in this process says nothing
+    for case in launches(stage_id):
+        try:
+            _launch_once(torch, stage_id, case)
+            send({"type": "launched", "stage": stage_id})
+        except (FlashlabError, RuntimeError) as error:
+            send({"type": "failed", "stage": stage_id, "reason": f"{case.problem.label}: {error}"})
+            if isinstance(error, LaunchError) or not isinstance(error, FlashlabError):
+                raise  # what runs afterwards in this process says nothing
 
 
-def _launch_once(torch: Any, stage_id: str, problem: Problem, odd: int) -> None:
-    """One launch. Arrays come from the host, so that no kernel but the stage's runs; `odd` elements part the rows."""
+def _launch_once(torch: Any, stage_id: str, case: Case) -> None:
+    """One launch. Arrays come from the host, so that no kernel but the stage's runs; of what is misaligned, an element
+    parts the rows."""
+    problem = case.problem
 
     def on_gpu(shape: Sequence[int], values: Any | None) -> Any:
-        strides = strides_of(shape, row_padding=odd)
+        strides = strides_of(shape, row_padding=0 if case.aligned else 1)
         size = shape[0] * strides[0]
         if values is None:
             flat = torch.empty(size, dtype=getattr(torch, problem.dtype), device="cuda")
