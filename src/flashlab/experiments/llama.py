@@ -199,40 +199,32 @@ class _Worker(GpuWorker):
         self._interleaved(names, run, "prefill", {"batch": len(tokens), "new_tokens": 0})
 
     def _decode(self, names: Mapping[str, str], tokens: Any) -> None:
-        """Decoding from one cache, which is cut back to the prompt before each run; then one step, again and again.
+        """Decoding after one prompt, token by token; then its first step again and again.
 
         Each step gets the same token, not the likeliest, so that every attention sees the same.
         """
         self.model.set_attn_implementation("sdpa")
-        cache = self.model(tokens[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+        prompt = self.model(tokens[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
         token, new = tokens[:, -1:], self.job["new"]
         replays: dict[str, tuple[Callable[[], None], Any]] = {}
 
-        def cut_back() -> None:
-            if extra := cache.get_seq_length() - tokens.shape[1] + 1:
-                cache.crop(-extra)
-
-        def run(_: str) -> Any:
-            cut_back()
-            steps = [self.model(token, past_key_values=cache, use_cache=True) for _ in range(new)]
-            return steps[-1].logits[:, -1:]
-
-        def step() -> Any:
-            longer = copy.copy(cache)  # the step's token is in no other's cache
-            longer.layers = [copy.copy(layer) for layer in cache.layers]
-            return self.model(token, past_key_values=longer, use_cache=True).logits[:, -1:]
+        def decode(steps: int) -> Any:
+            cache = copy.copy(prompt)  # a layer gets longer by having other tensors
+            cache.layers = [copy.copy(layer) for layer in prompt.layers]
+            for _ in range(steps):
+                logits = self.model(token, past_key_values=cache, use_cache=True).logits
+            return logits[:, -1:]
 
         def replay(name: str) -> Any:
             if name not in replays:
-                replays[name] = self._capture(step)
+                replays[name] = self._capture(lambda: decode(1))
             again, logits = replays[name]
             for _ in range(new):
                 again()
             return logits
 
         fields = {"batch": len(tokens), "new_tokens": new}
-        self._interleaved(names, run, "decode", fields)
-        cut_back()
+        self._interleaved(names, lambda _: decode(new), "decode", fields)
         self._interleaved(names, replay, GRAPH, fields)
 
 
