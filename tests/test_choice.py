@@ -211,6 +211,20 @@ def test_what_was_measured_a_key_further_is_foretold_all_the_same(tmp_path: Path
     assert first(off, data).stage is PERSISTENT
 
 
+def test_decoding_takes_as_long_as_its_keys_and_values_take_to_read(tmp_path: Path) -> None:
+    """Not as its query heads are many: those that share a K/V head read it once."""
+    grouped, own = (Problem.parse(f"4x32x{kv_heads}x1x8192x128") for kv_heads in (8, 32))
+    split, short = registry.get("d0_split_kv"), registry.get("d11_short_ends")
+    rows = [row(split, Problem.parse("1x8x1x1x128x128"), 4.0, tile_q=16)]
+    rows += [row(split, grouped, 30.0, tile_q=16), row(short, grouped, 32.0, tile_q=16)]
+    data = written(tmp_path, rows)
+    fixed_us = 4.0 * tuned.DECODE_FIXED_SHARE
+    assert first(own, data).time_us == pytest.approx(fixed_us + 4 * (30.0 - fixed_us))
+    measured = row(short, own, 115.0, tile_q=16)
+    taken = first(own, written(tmp_path, [*rows, measured]))
+    assert (taken.stage, taken.row) == (short, measured), "not what took less with a fourth of the K/V heads"
+
+
 def test_of_two_rows_at_a_problem_the_newer_one_tells_the_time(tmp_path: Path) -> None:
     newer = row(PINGPONG, SMALL, 7.0, variants=0, run=NEW, NUM_CONSUMERS=1)
     data = written(tmp_path, (row(PINGPONG, SMALL, 6.7, run=OLD, NUM_CONSUMERS=1), newer))
@@ -334,17 +348,22 @@ def test_the_nearest_kin_is_of_the_same_architecture_then_capability_then_size(t
 # --- The committed table ---
 
 
-def test_a_problem_left_out_of_the_committed_table_gets_nearly_the_best() -> None:
+@pytest.mark.parametrize("stages", [registry.CUDA_STAGES, registry.DECODE], ids=["ladder", "decode"])
+@pytest.mark.parametrize("gpu", [H200, "nvidia-h100-80gb-hbm3"])
+def test_a_problem_left_out_of_the_committed_table_gets_nearly_the_best(
+    gpu: str, stages: Mapping[str, registry.Stage]
+) -> None:
     """The rule judged by the records: forget one problem, choose for it by the others, and look up what that takes."""
-    found = tuned.table(H200)
+    found = tuned.table(gpu)
     assert found is not None
+    able = {name for name, stage in stages.items() if not stage.by_name_only}
     lost, wrong = [], []
     for problem in sorted({row.problem for row in found.rows}):
         there: dict[str, float] = {}
         for one in found.rows:
-            if one.problem == problem and one.stage in registry.CUDA_STAGES:
+            if one.problem == problem and one.stage in able:
                 there[one.stage] = min(one.time_us, there.get(one.stage, math.inf))
-        if len(there) < 4:
+        if len(there) < 3:
             continue
         rest = replace(found, rows=tuple(one for one in found.rows if one.problem != problem))
         choice = next(one for one in tuned._choices(problem, rest, ARCH, SMS, (rest,)) if one.stage.id in there)
@@ -366,8 +385,12 @@ def plainly(
         *apart, group = (abs(math.log2(ratio)) for ratio in tuned.ratios(problem, row, sms).values())
         return sum(apart) + 0.25 * group + (3 * (problem.mask != row.problem.mask) + (problem.dtype != row.dtype) / 2)
 
-    def busiest(one: Problem, tile_q: int, sm_count: int) -> float:
-        return -(-tuned.tiles(one, tile_q) // sm_count) * one.visible_scores / one.q_len
+    def busiest(one: Problem, row: tuned.Row, sm_count: int) -> float:
+        rows = one.q_heads // one.kv_heads * one.q_len
+        waves = one.batch * one.q_heads * math.ceil(one.q_len / row.tile_q) / sm_count
+        if row.stage in registry.DECODE:
+            waves = one.batch * one.kv_heads * math.ceil(rows / row.tile_q) / sm_count
+        return (waves if row.stage in registry.DECODE else math.ceil(waves)) * one.visible_scores / one.q_len
 
     choices = []
     for stage in (*registry.CUDA_STAGES.values(), *registry.DECODE.values()):
@@ -391,8 +414,9 @@ def plainly(
         far, row = min(
             ((distance(row, sms) + 0.25 * (row.parameters != values), row) for row in rows), key=itemgetter(0)
         )
-        times = busiest(problem, row.tile_q, sm_count) / busiest(row.problem, row.tile_q, found.sm_count)
-        fixed = tuned.FIXED_SHARE * found.least_us
+        times = busiest(problem, row, sm_count) / busiest(row.problem, row, found.sm_count)
+        share = tuned.DECODE_FIXED_SHARE if stage.id in registry.DECODE else tuned.FIXED_SHARE
+        fixed = min(share * found.least_us, row.time_us)
         time_us = row.time_us if times == 1 else fixed + (row.time_us - fixed) * times
         choices.append((stage, values, time_us, row, tuned_on, far))
     return sorted(choices, key=lambda one: one[2] * tuned.FARTHER ** max(one[5], one[3].problem != problem))

@@ -11,6 +11,11 @@ become rows). For a problem p, three steps, each the same whether p is on record
        waves   = ⌈batch · q_heads · ⌈q_len / tile⌉ / SMs⌉          tile: query rows per block, of that row's code
        keys    = FLOPs / (4 · batch · q_heads · q_len · head_dim)  that a query sees on average
        fixed   = `FIXED_SHARE` of the least time in the table      what a call costs whatever its size
+
+   A stage for decoding has the query heads of a K/V head in one tile, and shares out the keys of all tiles:
+
+       waves   = batch · kv_heads · ⌈q_heads / kv_heads · q_len / tile⌉ / SMs
+       fixed   = `DECODE_FIXED_SHARE` of the least time
 3. **The stage**: of the ladder's stages in CUDA C++ and those for decoding that run p, the one with the least time,
    where a time from another problem counts `FARTHER` times for each unit of its distance, and for one at least. So what
    was measured at p comes before what is only foretold there, unless that is a great deal faster.
@@ -49,9 +54,9 @@ from flashlab.record.schema import Choices
 FILE = "tuned.json"
 FARTHER = 1.1
 """What a time counts for each unit of distance of the problem that it is from."""
-FIXED_SHARE = 0.5
-"""Of the least time in the table. Both numbers are such that a problem left out of the table gets nearly the stage that
-is fastest there (tests/test_choice.py)."""
+FIXED_SHARE, DECODE_FIXED_SHARE = 0.5, 1.35
+"""Of the least time in the table; the latter of stages for decoding. The three numbers are such that a problem left out
+of the table gets nearly the stage that is fastest there (tests/test_choice.py)."""
 IDLE = 4.0
 """A stage's least time within so many times the least in the table is of a launch with next to nothing to do."""
 _GROUP_WEIGHT = 0.25
@@ -106,17 +111,17 @@ class Table:
         def apart(mine: float, others: Iterable[float]) -> dict[float, float]:
             return {other: abs(math.log2(mine / other)) for other in others}
 
-        tiles_q, _, q_lens, kv_lens, groups, *_ = self._features[problem.head_dim]
+        of_tiles, _, q_lens, kv_lens, groups, *_ = self._features[problem.head_dim]
         q_len, kv_len = apart(problem.q_len, q_lens), apart(problem.kv_len, kv_lens)
         group = apart(problem.q_heads / problem.kv_heads, groups)
-        mine = {tile_q: tiles(problem, tile_q) for tile_q in tiles_q}
+        mine = {tile: tiles(problem, tile) for tile in of_tiles}
         return [
-            abs(math.log2(mine[tile_q] / work_tiles * sms))
+            abs(math.log2(mine[tile] / work_tiles * sms))
             + kv_len[keys]
             + q_len[queries]
             + _GROUP_WEIGHT * group[heads]
             + (_OTHER_MASK * (mask != problem.mask) + _OTHER_DTYPE * (dtype != problem.dtype))
-            for tile_q, work_tiles, queries, keys, heads, mask, dtype in places
+            for tile, work_tiles, queries, keys, heads, mask, dtype in places
         ]
 
     @cached_property
@@ -147,8 +152,8 @@ class Table:
 
 def _place(row: Row) -> tuple[Any, ...]:
     """All of a row that a distance depends on: tile, work tiles, q_len, kv_len, query heads a KV head, mask, type."""
-    of = row.problem
-    return (row.tile_q, tiles(of, row.tile_q), of.q_len, of.kv_len, of.q_heads / of.kv_heads, of.mask, of.dtype)
+    of, tile = row.problem, tile_of(row)
+    return (tile, tiles(of, tile), of.q_len, of.kv_len, of.q_heads / of.kv_heads, of.mask, of.dtype)
 
 
 class Choice(NamedTuple):
@@ -234,14 +239,31 @@ def _tables(gpu: str, arch: str, sm_count: int | None, data: Path) -> tuple[Tabl
     return tuple(sorted(filter(None, (table(name, data) for name in names)), key=far))
 
 
-def tiles(problem: Problem, tile_q: int) -> int:
+class Tile(NamedTuple):
+    """What a work tile of a stage holds."""
+
+    rows: int
+    decodes: bool
+    """Of all query heads that share a K/V head, not of one."""
+
+
+def tile_of(row: Row) -> Tile:
+    """A work tile of a row's stage."""
+    return Tile(row.tile_q, row.stage in registry.DECODE)
+
+
+def tiles(problem: Problem, tile: Tile) -> int:
     """Work tiles of a problem."""
-    return problem.batch * problem.q_heads * -(-problem.q_len // tile_q)
+    heads, rows = problem.q_heads, problem.q_len
+    if tile.decodes:
+        heads, rows = problem.kv_heads, problem.q_heads // problem.kv_heads * problem.q_len
+    return problem.batch * heads * -(-rows // tile.rows)
 
 
-def _busiest(problem: Problem, tile_q: int, sm_count: int) -> float:
+def _busiest(problem: Problem, tile: Tile, sm_count: int) -> float:
     """What the busiest SM has to do: waves · keys."""
-    return -(-tiles(problem, tile_q) // sm_count) * problem.visible_scores / problem.q_len
+    waves = tiles(problem, tile) / sm_count
+    return (waves if tile.decodes else math.ceil(waves)) * problem.visible_scores / problem.q_len
 
 
 def ratios(problem: Problem, row: Row, sms: float = 1.0) -> dict[str, float]:
@@ -249,9 +271,9 @@ def ratios(problem: Problem, row: Row, sms: float = 1.0) -> dict[str, float]:
 
     The numbers of query heads a KV head are in it under `GQA ratio`.
     """
-    other = row.problem
+    other, tile = row.problem, tile_of(row)
     return {
-        "work tiles": tiles(problem, row.tile_q) / tiles(other, row.tile_q) * sms,
+        "work tiles": tiles(problem, tile) / tiles(other, tile) * sms,
         "kv_len": problem.kv_len / other.kv_len,
         "q_len": problem.q_len / other.q_len,
         "GQA ratio": (problem.q_heads / problem.kv_heads) / (other.q_heads / other.kv_heads),
@@ -359,8 +381,10 @@ def _choices(
             if apart < far:
                 apart += _OTHER_TUNABLES * (other.parameters != taken)
                 far, row = (apart, other) if apart < far else (far, row)
-        more = _busiest(problem, row.tile_q, sm_count) / _busiest(row.problem, row.tile_q, found.sm_count)
-        fixed_us = FIXED_SHARE * found.least_us
+        tile = tile_of(row)
+        more = _busiest(problem, tile, sm_count) / _busiest(row.problem, tile, found.sm_count)
+        fixed_us = (DECODE_FIXED_SHARE if tile.decodes else FIXED_SHARE) * found.least_us
+        fixed_us = min(fixed_us, row.time_us)
         time_us = row.time_us if more == 1 else fixed_us + (row.time_us - fixed_us) * more
         choices.append(Choice(stage, taken, time_us, row, tuned_on, far))
 
