@@ -16,7 +16,7 @@ from flashlab.query import contests, select
 from flashlab.query.rows import sessions
 from flashlab.record import schema, store
 from flashlab.record.checks import CheckRow
-from flashlab.show import tables
+from flashlab.show import charts, tables
 
 FIRST = Problem.parse(FIRST_SHAPE)
 GPU = "nvidia-h200"
@@ -144,6 +144,76 @@ def test_what_was_not_measured_has_no_rows(data: Path) -> None:
     assert select.load(GPU, data).rows(Problem.parse("3x1x7x64")) == ()
     assert not select.load("nvidia-unheard-of", data)
     assert [shown.gpu for shown in select.load_all(data)] == [GPU]
+
+
+# --- The fastest stage ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("beside_us", "alone_us", "expected"),
+    [
+        (101.0, 99.0, "parent"),  # one run timed both: its order counts, though the other run's start was slower
+        (101.0, 90.0, "last"),  # no two GPUs differ by so much: the parent is as its newest row says
+        (99.0, 101.0, "last"),
+        (None, 101.0, "parent"),  # no run timed both
+        (None, 99.0, "last"),
+    ],
+)
+def test_stages_of_two_runs_are_compared_in_the_newest_run_that_timed_both(
+    tmp_path: Path, beside_us: float | None, alone_us: float, expected: str
+) -> None:
+    both, last = "20260101T030000Z-0000abc", "20260102T030000Z-0123abc"
+    names = {"parent": "12_persistent", "last": "16_ones_column"}
+    _write(tmp_path, both, _timed(names["parent"], FIRST, both, 100.0), _timed("00_naive", FIRST, both, 500.0))
+    if beside_us:
+        _write(tmp_path, both, _timed(names["last"], FIRST, both, beside_us))
+        earlier = "20251231T030000Z-0000abc"  # an older run of both, which says otherwise, does not count
+        rows = ((names["parent"], 100.0), (names["last"], 201.0 - beside_us))
+        _write(tmp_path, earlier, *(_timed(name, FIRST, earlier, time_us) for name, time_us in rows))
+    alone = _timed(names["last"], FIRST, last, alone_us)
+    assert alone.cubin is not None
+    # Other machine code, so that the session with both is not the one that is shown.
+    alone = alone.model_copy(update={"cubin": alone.cubin.model_copy(update={"sha256": "f" * 64})})
+    _write(tmp_path, last, alone)
+    shown = select.load(GPU, tmp_path)
+    assert {row.name: row.run for row in shown.rows()} == {
+        "00_naive": both,
+        names["parent"]: both,
+        names["last"]: last,
+    }
+    fastest = select.fastest_stage(shown.rows(), records=shown.records)
+    assert fastest is not None
+    assert fastest.name == names[expected]
+    drawn = charts.ladder(shown.rows(), records=shown.records)
+    climb = charts.climb(shown.rows(), shares={}, records=shown.records)
+    assert f"The fastest stage, {fastest.name}, reaches" in drawn.alt
+    higher = max(shown.rows(), key=lambda row: select.rate(row) or 0.0)
+    note = tables.fastest_note(shown.rows(), shown.records)
+    assert note.startswith(f"The fastest stage is `{fastest.name}`") == (higher is not fastest)
+    assert bool(note) == (higher is not fastest)
+    assert all(
+        note in text for text in (tables.rates(shown.rows(), records=shown.records), drawn.caption, climb.caption)
+    )
+
+
+@pytest.mark.parametrize("gpu", store.gpus())
+def test_no_stage_that_is_named_the_fastest_loses_to_another_in_the_newest_run_that_timed_both(gpu: str) -> None:
+    shown = select.load(gpu)
+    able = {stage.id for stage in registry.STAGES.values() if not stage.by_name_only}
+    times: dict[Problem, dict[str, dict[str, float]]] = {}
+    for row in shown.records:
+        time_us = select.median_us(row)
+        if row.name in able and not row.with_lse and time_us is not None:
+            times.setdefault(row.problem, {}).setdefault(row.run, {})[row.name] = time_us
+    for problem, rows in shown.problems.items():
+        fastest = select.fastest_stage(rows, records=shown.records)
+        if fastest is None:
+            continue
+        best = select.rate(fastest) or 0.0
+        for row in rows:
+            if row.name in able and select.NEAR * (select.rate(row) or 0.0) >= best and row is not fastest:
+                together = [of for _, of in sorted(times[problem].items()) if {row.name, fastest.name} <= of.keys()]
+                assert not together or together[-1][fastest.name] <= together[-1][row.name], (problem, row.name)
 
 
 # --- Sessions ---------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from flashlab.kernels.peers import BESIDE
 from flashlab.query.rows import grouped, sessions
 from flashlab.query.select import (
     LADDER,
+    NEAR,
     Results,
     call_clock,
     fastest_peer,
@@ -43,8 +44,6 @@ RMS_AIM, LARGEST_AIM = 1.1, 1.25
 """How many times a reference's errors a rung's may be, on each kind of inputs: the aim of the ladder's last rungs."""
 MAIN = suite("peers")
 """The problems that kinds of inputs are compared at, and their errors."""
-_NEAR = 1.05
-"""Two GPUs of one product differ by less, in the same library's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -348,7 +347,7 @@ def _against_the_fastest(runs: Iterable[list[Measurement]], sessions: Mapping[st
         session = sessions[rows[0].run]
         times_us = (time_us for row in rows if is_library(row) and (time_us := median_us(row)))
         best_us[session] = min(*times_us, best_us.get(session, math.inf))
-    newest = max(one for one, time_us in best_us.items() if time_us <= _NEAR * min(best_us.values()))
+    newest = max(one for one, time_us in best_us.items() if time_us <= NEAR * min(best_us.values()))
     able = [rows for rows in able if sessions[rows[0].run] == newest]
     best = _best_peers(row for rows in able for row in rows)
 
@@ -409,11 +408,11 @@ def order_across(found: Iterable[Across], gpu: str, base: str) -> tuple[int, tup
     return len(pairs), tuple(pair for pair in pairs if first_is_faster(pair, gpu) != first_is_faster(pair, base))
 
 
-def fastest_across(found: Iterable[Across], base: str) -> tuple[Across, ...]:
-    """Of each problem the stage and the library that are the fastest on `base`, of those that run by default."""
+def fastest_across(found: Iterable[Across], base: Results) -> tuple[Across, ...]:
+    """Of each problem the stage and the library that are the fastest on a GPU, of those that run by default."""
     chosen = []
-    for several in grouped((one for one in found if base in one.rows), lambda one: one.problem).values():
-        rows = [one.rows[base] for one in several]
-        kept = {row.name for row in (fastest_stage(rows), fastest_peer(rows)) if row}
+    for several in grouped((one for one in found if base.gpu in one.rows), lambda one: one.problem).values():
+        rows = [one.rows[base.gpu] for one in several]
+        kept = {row.name for row in (fastest_stage(rows, records=base.records), fastest_peer(rows)) if row}
         chosen += [one for one in several if one.name in kept]
     return tuple(chosen)

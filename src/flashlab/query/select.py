@@ -485,10 +485,44 @@ def fastest_peer(rows: Iterable[Measurement], regime: Regime = "burst", cache: C
     return _fastest(filter(is_library, rows), regime, cache)
 
 
-def fastest_stage(rows: Iterable[Measurement], regime: Regime = "burst") -> Measurement | None:
-    """The stage with the highest rate, of those on the ladder that may be chosen; None where none has a time."""
+NEAR = 1.05
+"""Two GPUs of one product differ by less, in the same library's time."""
+
+
+def fastest_stage(
+    rows: Iterable[Measurement], regime: Regime = "burst", *, records: Iterable[Measurement] = ()
+) -> Measurement | None:
+    """The fastest stage of one problem, of those on the ladder that may be chosen; None where none has a time.
+
+    Of the stages within `NEAR` of the highest rate, the one to which the fewest others are faster: two rows of one run
+    are compared as they are, two of different runs in the newest run of `records` that timed both stages there. Where
+    none did, as they are too.
+
+    Args:
+        records: all that are on record; not needed where `rows` are of one run.
+    """
     able = {stage.id for stage in registry.STAGES.values() if not stage.by_name_only}
-    return _fastest((row for row in rows if row.kind == "stage" and row.name in able), regime, "hot")
+    rates = {row.name: (one, row) for row in rows if row.name in able and (one := rate(row, regime))}
+    top = max((one for one, _ in rates.values()), default=0.0)
+    near = {name: row for name, (one, row) in rates.items() if NEAR * one >= top}
+    by_run: dict[str, dict[str, float]] = {}
+    if len({origin(row, regime, "hot") for row in near.values()}) > 1:
+        problem = next(iter(near.values())).problem
+        for record in records:
+            if record.name in near and record.problem == problem and not record.with_lse:
+                by_run.setdefault(record.run, {})[record.name] = rate(record, regime) or 0.0
+
+    def is_faster(name: str, other: str) -> bool:
+        ours, theirs = near[name], near[other]
+        together = [run for run, of in by_run.items() if of.get(name) and of.get(other)]
+        if together and origin(ours, regime, "hot") != origin(theirs, regime, "hot"):
+            return by_run[max(together)][name] > by_run[max(together)][other]
+        return rates[name][0] > rates[other][0]
+
+    def losses_then_rate(name: str) -> tuple[int, float]:
+        return -sum(is_faster(other, name) for other in near), rates[name][0]
+
+    return near[max(near, key=losses_then_rate)] if near else None
 
 
 def _fastest(rows: Iterable[Measurement], regime: Regime, cache: Cache) -> Measurement | None:

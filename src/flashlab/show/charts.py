@@ -30,7 +30,16 @@ from flashlab.query.contests import Across, AgainstPeers, Contest
 from flashlab.query.select import Results
 from flashlab.query.statistics import Estimate
 from flashlab.record.schema import Ceiling, Measurement, StageProfile, Verdict
-from flashlab.show.tables import beside_note, beside_title, elsewhere_note, number, peer_title, set_of, short_title
+from flashlab.show.tables import (
+    beside_note,
+    beside_title,
+    elsewhere_note,
+    fastest_note,
+    number,
+    peer_title,
+    set_of,
+    short_title,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -418,7 +427,13 @@ def _stages_then_libraries(lines: Sequence[Measurement], best: float | None) -> 
     }
 
 
-def ladder(rows: Sequence[Measurement], *, name: str = "ladder", beside: Sequence[Measurement] = ()) -> Chart:
+def ladder(
+    rows: Sequence[Measurement],
+    *,
+    name: str = "ladder",
+    beside: Sequence[Measurement] = (),
+    records: Sequence[Measurement] = (),
+) -> Chart:
     """Every stage and every library at one problem, TFLOP/s on a logarithmic axis, with the 5th to 95th percentile.
 
     A logarithmic axis, because rates span orders of magnitude and equal steps then mean equal factors; marks rather
@@ -426,6 +441,7 @@ def ladder(rows: Sequence[Measurement], *, name: str = "ladder", beside: Sequenc
 
     Args:
         beside: as `Results.beside` gives them, shown hollow in place of the same libraries' rows without a time.
+        records: as for `select.fastest_stage`.
 
     Raises:
         NoDataError: no row has a time.
@@ -433,8 +449,9 @@ def ladder(rows: Sequence[Measurement], *, name: str = "ladder", beside: Sequenc
     timed = _timed(rows)
     beside = [row for row in beside if row.samples_of()]
     rates = {row.name: _spread(row) for row in (*timed, *beside)}
-    peer, stage = select.fastest_peer(rows), select.fastest_stage(rows)
-    dtype, note, late = rows[0].problem.dtype, beside_note(rows, beside), elsewhere_note(rows)
+    peer, stage = select.fastest_peer(rows), select.fastest_stage(rows, records=records)
+    dtype, note = rows[0].problem.dtype, beside_note(rows, beside)
+    notes = [f"Hollow: {note}" if note else "", elsewhere_note(rows), fastest_note(rows, records)]
     best = f"The fastest stage, {stage.name}, reaches {number(rates[stage.name][1])} TFLOP/s" if stage else ""
     library = f"the fastest library in {dtype}, {peer_title(peer.name)}, {number(rates[peer.name][1])}" if peer else ""
     hollow, lines = {row.name for row in beside}, select.with_beside(rows, beside)
@@ -475,8 +492,7 @@ def ladder(rows: Sequence[Measurement], *, name: str = "ladder", beside: Sequenc
         f"{best or 'No stage has a time'}; {library or 'no library has a time'}." + (f" {note}" if note else ""),
         caption="Throughput of each stage (circles) and library (diamonds): median, with the 5th to 95th percentile as "
         f"a band, often narrower than the mark. The dashed line is the fastest library in {dtype}."
-        + (f" Hollow: {note}" if note else "")
-        + (f" {late}" if late else ""),
+        + "".join(f" {one}" for one in notes if one),
         **_of_rows(timed),
     )
 
@@ -485,12 +501,14 @@ _FRONT_LIBRARIES = 4
 """So many of the fastest stand on the front page."""
 
 
-def climb(rows: Sequence[Measurement], *, shares: Mapping[str, float], highlight: str = "") -> Chart:
+def climb(rows: Sequence[Measurement], *, shares: Mapping[str, float], records: Sequence[Measurement] = ()) -> Chart:
     """The whole ladder and the fastest libraries at one problem, TFLOP/s as bars from 0, so that its top can be read.
+
+    The fastest stage stands out.
 
     Args:
         shares: percent of the tensor cores' peak, by name; a row without one has its rate alone.
-        highlight: the stage that stands out.
+        records: as for `select.fastest_stage`.
 
     Raises:
         NoDataError: no row has a time.
@@ -501,7 +519,8 @@ def climb(rows: Sequence[Measurement], *, shares: Mapping[str, float], highlight
     others = sorted((row for row in timed if row.kind == "peer"), key=lambda row: -rates[row.name])
     # One library by two names is shown once: dispatch by PyTorch to cuDNN is cuDNN.
     kept = [row for row in others if row.name != "sdpa"][:_FRONT_LIBRARIES]
-    peer = select.fastest_peer(rows)
+    peer, stage = select.fastest_peer(rows), select.fastest_stage(rows, records=records)
+    highlight, note = stage.name if stage else "", fastest_note(rows, records)
     lines = [*stages, *kept]
 
     def each(axes: Axes, y: float, row: Measurement, layout: Layout) -> None:
@@ -526,7 +545,7 @@ def climb(rows: Sequence[Measurement], *, shares: Mapping[str, float], highlight
         bold=[highlight] if highlight else [],
         alt=f"Throughput in TFLOP/s from 0. {'; '.join(said)}.",
         caption=f"Throughput of each version of the kernel and of the {len(kept)} fastest libraries in "
-        f"{rows[0].problem.dtype}, median. The dashed line is the fastest of them.",
+        f"{rows[0].problem.dtype}, median. The dashed line is the fastest of them." + (f" {note}" if note else ""),
         **_of_rows(timed),
     )
 
@@ -1348,7 +1367,7 @@ def _problem_points(shown: Results, first: Problem) -> list[_Point]:
         )
         for problem, rows in shown.with_last_rung().items()
         if (problem.dtype, problem.mask) == (first.dtype, "full")
-        for row in (select.fastest_stage(rows), select.fastest_peer(rows))
+        for row in (select.fastest_stage(rows, records=shown.records), select.fastest_peer(rows))
         if row and (rate := select.rate(row))
     ]
 

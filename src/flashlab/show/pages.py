@@ -342,7 +342,7 @@ def _notebook_copy(source: Path, target: Path) -> None:
 def _front_page(out: Output, shown: Results, data: Path) -> None:
     _about(out)
     rows = shown.rows()
-    stage, peer = select.fastest_stage(rows), select.fastest_peer(rows)
+    stage, peer = select.fastest_stage(rows, records=shown.records), select.fastest_peer(rows)
     share = contests.percent_of_peak(stage) if stage else None
     _card(out, stage, rows, share)
     if shown.first is None:
@@ -355,7 +355,7 @@ def _front_page(out: Output, shown: Results, data: Path) -> None:
     bursts = {one.problem: one.burst for one in contested if one.burst}
     try:
         shares = {row.name: peak for row in rows if (peak := contests.percent_of_peak(row))}
-        chart = out.chart(charts.climb(rows, shares=shares, highlight=stage.name if stage else ""), "index.md")
+        chart = out.chart(charts.climb(rows, shares=shares, records=shown.records), "index.md")
     except NoDataError as error:
         chart = f'!!! note ""\n    {error}\n'
     out.snippet("front-chart.md", chart)
@@ -841,10 +841,10 @@ def _fastest(shown: Results, explorer: str = "") -> str:
         asked = {name: getattr(problem, name) for name in ("shape", "dtype", "mask")}
         return f"[{problem.label}]({explorer}?{urlencode({'gpu': shown.gpu, **asked})})"
 
-    lines = [
-        (link(problem), *tables.best(select.fastest_stage(rows)), *tables.best(select.fastest_peer(rows)))
-        for problem, rows in shown.problems.items()
-    ]
+    lines = []
+    for problem, rows in shown.problems.items():
+        stage, peer = select.fastest_stage(rows, records=shown.records), select.fastest_peer(rows)
+        lines.append((link(problem), *tables.best(stage), *tables.best(peer)))
     return markdown(("problem", "fastest stage", "TFLOP/s", "fastest library", "TFLOP/s"), lines)
 
 
@@ -876,7 +876,7 @@ def _lists(out: Output, everything: Sequence[Results]) -> None:
         return sum((row.status == "ok") == ok for rows in shown.problems.values() for row in rows)
 
     def fastest(shown: Results) -> str | None:
-        best = select.fastest_stage(shown.rows())
+        best = select.fastest_stage(shown.rows(), records=shown.records)
         return f"{number(select.rate(best))} ({code(best.name)})" if best else None
 
     gpus = (
@@ -907,7 +907,7 @@ def _compared(out: Output, everything: Sequence[Results], data: Path) -> str:
     return out.rendered(
         "compare.md",
         "compare.md",
-        **{"everything": everything, "ladder": ladder, "chosen": contests.fastest_across(found, main.gpu)},
+        **{"everything": everything, "ladder": ladder, "chosen": contests.fastest_across(found, main)},
         orders=[(one, *contests.order_across(found, one.gpu, main.gpu)) for one in everything[1:]],
         without=[(one, sorted(kinds(main) - kinds(one))) for one in everything[1:]],
     )

@@ -294,14 +294,21 @@ RATES = (
 )
 
 
-def rates(rows: Sequence[Measurement], *, beside: Sequence[Measurement] = (), libraries: Collection[str] = ()) -> str:
+def rates(
+    rows: Sequence[Measurement],
+    *,
+    beside: Sequence[Measurement] = (),
+    libraries: Collection[str] = (),
+    records: Sequence[Measurement] = (),
+) -> str:
     """Every row of one problem: rate, time, spread, gain over its parent, share of the fastest library; or why not.
 
     Args:
         beside: as `Results.beside` gives them; they have no share.
         libraries: as for `line`.
+        records: as for `select.fastest_stage`.
     """
-    notes = (beside_note(rows, beside), elsewhere_note(rows))
+    notes = (beside_note(rows, beside), elsewhere_note(rows), fastest_note(rows, records))
     return table(RATES, timed(rows, beside=beside, libraries=libraries)) + "".join(
         f"\n*{note}*\n" for note in notes if note
     )
@@ -342,6 +349,17 @@ def elsewhere_note(rows: Sequence[Measurement]) -> str:
         names = ", ".join(map(title, late))
         return f"Of another session than the last stage, perhaps on another GPU: {names}." if late else ""
     return f"Of other sessions than the last stage, perhaps on another GPU: all but {', '.join(map(title, same))}."
+
+
+def fastest_note(rows: Sequence[Measurement], records: Sequence[Measurement]) -> str:
+    """What must be said where the fastest stage has not the highest rate among `rows`; empty where it has."""
+    highest, fastest = select.fastest_stage(rows), select.fastest_stage(rows, records=records)
+    if highest is None or fastest is None or highest is fastest:
+        return ""
+    return (
+        f"The fastest stage is {title(fastest)}: the higher rate of {title(highest)} is of another run, and such rates "
+        "are compared in the newest run that timed both."
+    )
 
 
 def off_ladder(rows: Sequence[Measurement], shown: Iterable[str]) -> str:
@@ -1092,7 +1110,7 @@ def placement(shown: Results) -> str:
         if problem.dtype != first.dtype or problem.mask != "full":
             continue
         line: list[Cell] = [problem.sizes, problem.flops / problem.compulsory_bytes]
-        for row in (select.fastest_stage(rows), select.fastest_peer(rows)):
+        for row in (select.fastest_stage(rows, records=shown.records), select.fastest_peer(rows)):
             name, rate = best(row)
             line += [str(name).split(" (")[0] if name else None, rate, *_under_roof(row, rate, copy.value)]
         lines.append(line)
