@@ -16,7 +16,7 @@ constexpr int PRODUCER_REGISTERS = NUM_CONSUMERS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = NUM_CONSUMERS == 3 ? 160 : 232;
 constexpr int NUM_SCORES = TILE_KV / 2;    // of a tile, per thread
 constexpr int BEFORE_PV = (NUM_SCORES / 4 + 7) / 8 * 8;   // exponentials, in eights, before the wait for P·V; ptxas moves some
-// Where ptxas puts code that seldom runs is worth 1 to 2 % of the time, and only measuring says which place is best.
+// Where ptxas puts code that seldom runs changes the time, and only measuring says which place is best.
 constexpr bool FIRST_APART = HEAD_DIM == PANEL;              // the first K/V tile of a work tile has a copy of the code
 constexpr bool MOVE_APART = HEAD_DIM == PANEL && CAUSAL;     // a move's path rounds P itself, and lies outside the loop
 static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1, 2 or 3: more would have too few registers");

@@ -17,7 +17,7 @@ constexpr bool WIDE = Q_BUFFERS == 1;      // rows so wide that the output has n
 constexpr int PRODUCER_REGISTERS = NUM_CONSUMERS == 3 ? 32 : WIDE ? 24 : 40;
 constexpr int CONSUMER_REGISTERS = NUM_CONSUMERS == 3 ? 160 : WIDE ? 240 : 232;
 constexpr int NUM_SCORES = TILE_KV / 2;    // of a tile, per thread
-// Where P is rounded, and where ptxas puts code that seldom runs, is worth 1 to 2 % of the time, and only measuring says what is best.
+// Where P is rounded, and where ptxas puts code that seldom runs, changes the time, and only measuring says what is best.
 // Without PINGPONG rounding early would spill a register, and without a mask, so would code apart for the first tile.
 constexpr bool ROUND_EARLY = HEAD_DIM == PANEL && PINGPONG;              // before the range check; a move rounds again
 constexpr bool FIRST_APART = HEAD_DIM == PANEL && !WINDOW && (CAUSAL || PINGPONG);   // a work tile's first K/V tile has its own code

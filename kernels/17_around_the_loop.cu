@@ -20,8 +20,8 @@ constexpr bool WIDE = Q_BUFFERS == 1;      // rows so wide that the output has n
 constexpr int PRODUCER_REGISTERS = NUM_CONSUMERS == 3 ? 32 : WIDE ? 24 : 40;
 constexpr int CONSUMER_REGISTERS = NUM_CONSUMERS == 3 ? 160 : WIDE ? 240 : 232;
 constexpr int NUM_SCORES = TILE_KV / 2;    // of a tile, per thread
-// Where P is rounded, and where ptxas puts code that seldom runs, is worth 1 to 2 % of the time, and only measuring says what is best.
-// Without PINGPONG rounding early would spill a register, and without a mask, so would code apart for the first tile.
+// Where P is rounded, and where ptxas puts code that seldom runs, changes the time, and only measuring says what is best.
+// Without PINGPONG both are as in 16_ones_column, where either would spill a register; here only rounding early does, causal.
 constexpr bool ROUND_EARLY = HEAD_DIM == PANEL && PINGPONG;              // before the range check; a move rounds again
 constexpr bool FIRST_APART = HEAD_DIM == PANEL && !WINDOW && (CAUSAL || PINGPONG);   // a work tile's first K/V tile has its own code
 constexpr bool MOVE_APART = HEAD_DIM == PANEL && CAUSAL && !PINGPONG;    // a move's path rounds P itself, and lies outside the loop
@@ -139,7 +139,7 @@ __device__ __forceinline__ void exponentials_of(float (&S_reg)[NUM_SCORES], cons
   }
 }
 
-// All of a tile's scores, in spans of COUNT. Nothing here waits for another lane. What the whole warp does not see costs nothing; and
+// All of a tile's scores, in spans of COUNT. Nothing here waits for another lane. What the whole warp does not see is 0 at once; and
 // where BRANCHES, what it sees without exception needs no comparison. Spans must be wide for that: ptxas makes no branch around a few
 // instructions, but issues them all, with a predicate.
 template <bool MASKED, bool BRANCHES = false, int FIRST = 0>
@@ -177,7 +177,7 @@ __device__ __forceinline__ void move_reference(float (&S_reg)[NUM_SCORES], float
 }
 
 // FP32 does not hold the exponentials of `lost` rows: some score is over a hundred powers of two above the reference. The warp's
-// scores are computed again by mma.sync, 8 keys at a time, whose accumulator has the layout of wgmma's, and those rows refer to their
+// scores are computed again by mma.sync, 8 keys at a time, whose accumulator has the layout of wgmma's, and those rows are settled by their
 // maximum. K comes from global memory: its stage is not held back for what hardly ever happens.
 __device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (&O_reg)[O_COLUMNS / 2], RowState& rows,
                                              float (&sum)[HALVES], const bool (&lost)[HALVES],
@@ -455,7 +455,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
       if (!settled) {
-        float some = NEG_INF;   // of the largest scores: of the row's first 8 keys, and with a window, of all that it sees of the tile
+        float some = NEG_INF;   // the largest of some scores: of the row's first 8 keys, and with a window, of all that it sees of the tile
 #pragma unroll
         for (int i = 2 * h; i < (WINDOW ? NUM_SCORES : 4); i += 4) {
           const float one = !masked || visible(i) ? S_reg[i] * p.scale_log2 : NEG_INF;

@@ -98,8 +98,8 @@ __device__ __forceinline__ void fill_end(ptx::Mbarrier* full) {
 }
 
 // --- GEMMs -------------------------------------------------------------------------------------------------------------------
-// Descriptors are made once; what is added to one moves its start, in units of 16 bytes. The caller fences before, and commits
-// and waits after.
+// What is added to a descriptor moves its start, in units of 16 bytes. The caller fences before, and commits and waits
+// after.
 
 using Descriptor = unsigned long long;
 

@@ -13,7 +13,7 @@
 #include "tile.cuh"
 
 constexpr int THREADS = WARPS * WARP;
-constexpr int TILE_Q = MMA_M;                        // packed rows: what one MMA has, for a decoder's group is no larger
+constexpr int TILE_Q = MMA_M;                        // packed rows: what one MMA has; a larger group has more tiles
 constexpr int MAX_SPLITS = 16;                       // blocks a cluster
 constexpr int KEY_BLOCKS = STEP_KEYS / MMA_N;        // of 8 keys in a warp's step
 constexpr int COL_BLOCKS = HEAD_DIM / MMA_N;         // of 8 output columns
@@ -318,7 +318,7 @@ attention_d0_split_kv(const __grid_constant__ AttentionParams p) {
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
       const Part part = *reinterpret_cast<const Part*>(&smem.O_warp[w][row][part_id * PART]);
-      const float weight = ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);   // 0, or 1 where no warp saw a key
+      const float weight = ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);   // of a warp that saw no key 0, or 1 where none did
 #pragma unroll
       for (int c = 0; c < PART; ++c) sum.x[c] = fmaf(weight, part.x[c], sum.x[c]);
     }

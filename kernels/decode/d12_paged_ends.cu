@@ -15,7 +15,7 @@
 #include "tile.cuh"
 
 constexpr int THREADS = WARPS * WARP;
-constexpr int TILE_Q = MMA_M;                        // packed rows: what one MMA has, for a decoder's group is no larger
+constexpr int TILE_Q = MMA_M;                        // packed rows: what one MMA has; a larger group has more tiles
 constexpr int KEY_BLOCKS = STEP_KEYS / MMA_N;        // of 8 keys in a warp's step
 constexpr int COL_BLOCKS = HEAD_DIM / MMA_N;         // of 8 output columns
 constexpr int D_STEPS = HEAD_DIM / MMA_K;
@@ -223,7 +223,7 @@ attention_d12_paged_ends(const __grid_constant__ AttentionParams p, const __grid
   ptx::griddepcontrol_wait();   // all inputs may come from the kernel before this one, and it may still use O and the workspace
 
   // All tiles' keys in steps of STEP_KEYS, one after the other: this block's share begins at step `first`, within sequence
-  // `first_batch`, and is dealt out to its warps, so that the block reads one contiguous stretch of K and V. A warp may get none.
+  // `first_batch`, and is dealt out to its warps, so that the block reads keys that follow each other. A warp may get none.
   // A tile without keys has a step for the sake of the block that writes its zeros.
   int whole_steps = 0;   // of every tile, where shares keep to tiles
   const auto steps_of = [&](int keys) {
@@ -551,7 +551,7 @@ attention_d12_paged_ends(const __grid_constant__ AttentionParams p, const __grid
       for (int w = 0; w < WARPS; ++w) {
         const float* O_warp = reinterpret_cast<const float*>(&smem.ring[w][smem.warp_slot[w]]);
         const Part part = *reinterpret_cast<const Part*>(&O_warp[swizzled_output(row, part_id * PART)]);
-        const float weight = ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);   // 0, or 1 where no warp saw a key
+        const float weight = ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);   // of a warp that saw no key 0, or 1 where none did
         sum = fmaf(weight, smem.warp_sum[w][row], sum);
 #pragma unroll
         for (int c = 0; c < PART; ++c) O.x[c] = fmaf(weight, part.x[c], O.x[c]);

@@ -15,7 +15,7 @@
 #include "tile.cuh"
 
 constexpr int THREADS = WARPS * WARP;
-constexpr int TILE_Q = MMA_M;                        // packed rows: what one MMA has, for a decoder's group is no larger
+constexpr int TILE_Q = MMA_M;                        // packed rows: what one MMA has; a larger group has more tiles
 constexpr int KEY_BLOCKS = STEP_KEYS / MMA_N;        // of 8 keys in a warp's step
 constexpr int COL_BLOCKS = HEAD_DIM / MMA_N;         // of 8 output columns
 constexpr int D_STEPS = HEAD_DIM / MMA_K;
@@ -294,7 +294,7 @@ attention_d14_early_pages(const __grid_constant__ AttentionParams p, const __gri
   };
 
   // All tiles' keys in steps of STEP_KEYS, one after the other: this block's share begins within a sequence, and is dealt out to its
-  // warps, so that the block reads one contiguous stretch of K and V. A warp may get none. A tile without keys has a step for the sake
+  // warps, so that the block reads keys that follow each other. A warp may get none. A tile without keys has a step for the sake
   // of the block that writes its zeros. Where a share begins: its sequence, and which of the sequence's steps is its first, or as many
   // as there are, where that is the next sequence's. Those of a sequence are fewer than 2^32.
   struct Begin {
@@ -326,7 +326,7 @@ attention_d14_early_pages(const __grid_constant__ AttentionParams p, const __gri
     }
     const int steps_of_first = __shfl_sync(FULL_WARP, lane_steps_of_first, 0);
     same &= lane_first == lane_last || lane_steps_of_first == steps_of_first;
-    // A tile's end takes the time of `end_steps` steps, in which nothing is read: shares are of steps and ends together.
+    // A tile's end counts as `end_steps` steps, in which nothing is read: shares are of steps and ends together.
     unsigned long long through = lane_steps;   // from the first sequence to the lane's last
     int end_steps = END_STEPS;
     share = 0;
@@ -632,7 +632,7 @@ attention_d14_early_pages(const __grid_constant__ AttentionParams p, const __gri
       for (int w = 0; w < WARPS; ++w) {
         const float* O_warp = reinterpret_cast<const float*>(&smem.ring[w][smem.warp_slot[w]]);
         const Part part = *reinterpret_cast<const Part*>(&O_warp[swizzled_output(row, part_id * PART)]);
-        const float weight = ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);   // 0, or 1 where no warp saw a key
+        const float weight = ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);   // of a warp that saw no key 0, or 1 where none did
         sum = fmaf(weight, smem.warp_sum[w][row], sum);
 #pragma unroll
         for (int c = 0; c < PART; ++c) O.x[c] = fmaf(weight, part.x[c], O.x[c]);

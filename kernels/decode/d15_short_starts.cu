@@ -16,7 +16,7 @@
 #include "tile.cuh"
 
 constexpr int THREADS = WARPS * WARP;
-constexpr int TILE_Q = MMA_M;                        // packed rows: what one MMA has, for a decoder's group is no larger
+constexpr int TILE_Q = MMA_M;                        // packed rows: what one MMA has; a larger group has more tiles
 constexpr int KEY_BLOCKS = STEP_KEYS / MMA_N;        // of 8 keys in a warp's step
 constexpr int COL_BLOCKS = HEAD_DIM / MMA_N;         // of 8 output columns
 constexpr int D_STEPS = HEAD_DIM / MMA_K;
@@ -215,15 +215,15 @@ attention_d15_short_starts(const __grid_constant__ AttentionParams p, const __gr
   };
 
   // Where all tiles have as many steps and `tile_blocks` blocks each leave at most a sixteenth of the blocks without, a tile is as many
-  // shares.
+  // shares, or fewer where its steps are few.
   const int num_tiles = seq_tiles * p.batch, num_blocks = gridDim.x;
   const int tile_blocks = num_tiles <= num_blocks ? short_quotient(num_blocks, num_tiles) : 0;
   const bool keep_whole = WHOLE_TILES && num_tiles * tile_blocks * 16 >= num_blocks * 15;
 
   ptx::griddepcontrol_wait();   // all inputs may come from the kernel before this one, and it may still use O and the workspace
 
-  // All tiles' keys in steps of STEP_KEYS, one after the other: this block's share begins within sequence `first_batch`, and is dealt
-  // out to its warps, so that the block reads one contiguous stretch of K and V. A warp may get none. A tile without keys has a step
+  // All tiles' keys in steps of STEP_KEYS, one after the other: this block's share begins within `first_tile`, and is dealt
+  // out to its warps, so that the block reads keys that follow each other. A warp may get none. A tile without keys has a step
   // for the sake of the block that writes its zeros.
   int whole_steps = 0;   // of every tile, where shares keep to tiles
   const auto steps_of = [&](int keys) {
@@ -268,7 +268,7 @@ attention_d15_short_starts(const __grid_constant__ AttentionParams p, const __gr
       const unsigned long long before = __shfl_up_sync(FULL_WARP, through, distance);
       if (lane >= distance) through += before;
     }
-    // A tile's end takes the time of END_STEPS steps, in which nothing is read: shares are of steps and ends together.
+    // A tile's end counts as END_STEPS steps, in which nothing is read: shares are of steps and ends together.
     const unsigned long long with_ends = (through + static_cast<unsigned long long>(END_STEPS) * lane_last) * seq_tiles;
     const unsigned long long whole_time = __shfl_sync(FULL_WARP, with_ends, WARP - 1);
     const unsigned long long share = max((whole_time + num_blocks - 1) / num_blocks, static_cast<unsigned long long>(WARPS));
@@ -583,7 +583,7 @@ attention_d15_short_starts(const __grid_constant__ AttentionParams p, const __gr
       for (int w = 0; w < WARPS; ++w) {
         const float* O_warp = reinterpret_cast<const float*>(&smem.ring[w][smem.warp_slot[w]]);
         const Part part = *reinterpret_cast<const Part*>(&O_warp[swizzled_output(row, part_id * PART)]);
-        const float weight = ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);   // 0, or 1 where no warp saw a key
+        const float weight = ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);   // of a warp that saw no key 0, or 1 where none did
         sum = fmaf(weight, smem.warp_sum[w][row], sum);
 #pragma unroll
         for (int c = 0; c < PART; ++c) O.x[c] = fmaf(weight, part.x[c], O.x[c]);

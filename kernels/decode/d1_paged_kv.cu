@@ -14,7 +14,7 @@
 #include "tile.cuh"
 
 constexpr int THREADS = WARPS * WARP;
-constexpr int TILE_Q = MMA_M;                        // packed rows: what one MMA has, for a decoder's group is no larger
+constexpr int TILE_Q = MMA_M;                        // packed rows: what one MMA has; a larger group has more tiles
 constexpr int MAX_SPLITS = 16;                       // blocks a cluster
 constexpr int KEY_BLOCKS = STEP_KEYS / MMA_N;        // of 8 keys in a warp's step
 constexpr int COL_BLOCKS = HEAD_DIM / MMA_N;         // of 8 output columns
@@ -138,7 +138,7 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
   const element* V_gmem = head_of(p.V, 0, kv_head);   // (PAGE_SIZE, HEAD_DIM) of page 0
 
   // The tile's keys in steps of STEP_KEYS: a range of them for each block, dealt out to its warps, so that the block reads
-  // one contiguous stretch of K and V. A block or warp may get none.
+  // keys that follow each other. A block or warp may get none.
   const int hidden_steps = tile_first / STEP_KEYS;   // before every row's window
   const unsigned num_steps = (tile_keys + STEP_KEYS - 1) / STEP_KEYS - hidden_steps;
   const int first_step = hidden_steps + static_cast<int>(num_steps * split >> log2_splits) + warp;
@@ -346,7 +346,7 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
       const Part part = *reinterpret_cast<const Part*>(&smem.O_warp[w][row][part_id * PART]);
-      const float weight = ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);   // 0, or 1 where no warp saw a key
+      const float weight = ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);   // of a warp that saw no key 0, or 1 where none did
 #pragma unroll
       for (int c = 0; c < PART; ++c) sum.x[c] = fmaf(weight, part.x[c], sum.x[c]);
     }

@@ -14,7 +14,7 @@
 #include "tile.cuh"
 
 constexpr int THREADS = WARPS * WARP;
-constexpr int TILE_Q = MMA_M;                        // packed rows: what one MMA has, for a decoder's group is no larger
+constexpr int TILE_Q = MMA_M;                        // packed rows: what one MMA has; a larger group has more tiles
 constexpr int KEY_BLOCKS = STEP_KEYS / MMA_N;        // of 8 keys in a warp's step
 constexpr int COL_BLOCKS = HEAD_DIM / MMA_N;         // of 8 output columns
 constexpr int D_STEPS = HEAD_DIM / MMA_K;
@@ -398,7 +398,7 @@ attention_d7_dynamic_tail(const __grid_constant__ AttentionParams p) {
       for (int w = 0; w < WARPS; ++w) {
         const float* O_warp = reinterpret_cast<const float*>(&smem.ring[w][smem.warp_slot[w]]);
         const Part part = *reinterpret_cast<const Part*>(&O_warp[swizzled_output(row, part_id * PART)]);
-        const float weight = ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);   // 0, or 1 where no warp saw a key
+        const float weight = ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);   // of a warp that saw no key 0, or 1 where none did
         sum = fmaf(weight, smem.warp_sum[w][row], sum);
 #pragma unroll
         for (int c = 0; c < PART; ++c) O.x[c] = fmaf(weight, part.x[c], O.x[c]);

@@ -2,7 +2,7 @@
 // Question: with inputs stored in 8 bits, how much of the tensor cores' doubled rate is left, and at what error?
 // Change: QK and PV are wgmma on e4m3, with a scale a head. A first kernel transposes V, because an FP8 operand is contiguous along
 //         the sum, and permutes its keys so that the registers of the scores, rounded, are A of the PV GEMM as they stand.
-// Layout: as its parent; a tile of V comes as blocks of 32 keys that begin with nothing but numbers. site/fp8/f0_e4m3.md.
+// Layout: as its parent; a tile of V comes as blocks of 32 keys, which have no swizzle. site/fp8/f0_e4m3.md.
 // Requires: sm_90a. Q, K and V have rows on 16-byte boundaries.
 #include <cuda_fp8.h>
 
@@ -28,7 +28,7 @@ static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1
 static_assert(TILE_KV % STEP == 0 && TILE_KV <= 224, "TILE_KV must be a multiple of 32 up to 224: an instruction's K, a copy's rows");
 static_assert(PIPELINE_STAGES >= 2, "P·V of one tile and Q·K of the next must both be there");
 
-// V on its way: for 32 keys after the other O_COLUMNS rows of 32 bytes, a row a column of V, in pieces of 8 rows × 16 bytes, each
+// V on its way: for each 32 keys O_COLUMNS rows of 32 bytes, a row a column of V, in pieces of 8 rows × 16 bytes, each
 // 128 bytes in one. Copies see 34 rows of 128 bytes.
 constexpr int PIECE_ROWS = 8;
 constexpr int PIECE_BYTES = 16 * PIECE_ROWS;
@@ -330,7 +330,7 @@ __device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (
     }
     row_max = lanes_max<ROW_LANES>(row_max);
     if (!lost[h]) continue;
-    // The largest P is then 2^SETTLED, which e4m3 holds: the chains may be above their limit, and move the row in its next tile.
+    // The largest P is then 2^SETTLED, which e4m3 holds: a chain may be above its limit, but no P is.
     const float reference = (row_max == NEG_INF ? 0.0f : row_max) - SETTLED;
     const float factor = ptx::ex2_approx_ftz(fminf(rows.max[h] - reference, 0.0f));
     rows.max[h] = reference;
