@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import io
 import os
+import pickle
 import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -762,6 +765,14 @@ def test_what_a_gpu_is_asked_to_launch(monkeypatch: pytest.MonkeyPatch, sum_stag
     addresses = [struct.unpack("<Q", bytes(getattr(maps, name))[:8])[0] for name in "QKVO"]
     assert addresses == ([q.pointer, k.pointer, v.pointer, out.pointer] if mappable else [0, 0, 0, 0])
     assert any(bytes(maps)) is mappable
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_prepared_call_is_not_copied(monkeypatch: pytest.MonkeyPatch, copied: Callable[[Any], Any]) -> None:
+    _Launches(monkeypatch)
+    prepared = prepare(*qkv(), stage="01_coalesced", out=array(2, 4, 8, 64, pointer=OUT), stream=5)
+    with pytest.raises(errors.InputError, match=r"neither copied nor pickled.* `flashlab\.prepare` .* works"):
+        copied(prepared)
 
 
 def test_equal_shares_are_launched_on_as_many_blocks_as_are_resident(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,13 +19,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from flashlab.build import compiler, triton_code
 from flashlab.build.compiler import Variant
-from flashlab.core.errors import EmulationError, ParameterError, TooLargeError, UnsupportedError
+from flashlab.core.errors import EmulationError, InputError, ParameterError, TooLargeError, UnsupportedError
 from flashlab.core.problem import Problem
 from flashlab.kernels.registry import Stage
 from flashlab.record.checks import Fallbacks as Fallbacks
@@ -121,6 +121,13 @@ class Prepared:
     def blocks_per_sm(self) -> int:
         """Blocks resident on an SM."""
         return gpu.blocks_per_sm(self.recipe.code.function, self.launch_shape.threads, self.launch_shape.smem_bytes)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse what `copy` and `pickle` ask for: the launch is of these arrays, this process and this GPU."""
+        raise InputError(
+            "a prepared call can be neither copied nor pickled, because it launches loaded machine code on the "
+            "addresses of its arrays. Calling `flashlab.prepare` with the copied arrays works."
+        )
 
 
 def _recipe(
