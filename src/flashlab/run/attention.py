@@ -25,6 +25,7 @@ import numpy as np
 
 from flashlab.build import compiler, triton_code
 from flashlab.build.compiler import Variant
+from flashlab.core.arithmetic import several
 from flashlab.core.errors import EmulationError, InputError, ParameterError, TooLargeError, UnsupportedError
 from flashlab.core.problem import Problem
 from flashlab.kernels.registry import Stage
@@ -616,8 +617,8 @@ def refuse_too_large(stage_id: str, problem: Problem, *, timeout_s: float, races
     seconds = problem.flops * (_HOOKS_COST if races else 1.0) / (_ASSUMED_FLOPS_PER_S * cores)
     if seconds > _CLEARLY * timeout_s:
         raise TooLargeError(
-            f"{problem.label} by stage {stage_id} would take about {_duration(seconds)} on {cores} "
-            f"core{'s' if cores > 1 else ''}; wanted at most {_duration(timeout_s)}. A smaller problem works; "
+            f"{problem.label} by stage {stage_id} would take about {_duration(seconds)} on "
+            f"{several(cores, 'core')}; wanted at most {_duration(timeout_s)}. A smaller problem works; "
             "`flashlab.emulate(…, timeout_s=None)` and `flashlab check --insist` take as long as it takes.",
             seconds=seconds,
         )
