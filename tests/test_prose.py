@@ -179,3 +179,11 @@ def test_a_number_of_another_gpu_than_a_page_shows_names_it_in_its_words() -> No
             if re.search(r"<!-- fixed:[^>]*\bH100", line) and "H100" not in said:
                 silent.append(f"{path.relative_to(ROOT)}:{number}")
     assert not silent
+
+
+def test_what_a_library_wins_names_the_gpu() -> None:
+    """The list above them is of the GPU that the page shows, which need not be that of the words."""
+    page = (SITE / "lost_shapes.md").read_text(encoding="utf-8")
+    told = [part.partition("\n\n")[0] for part in page.split("**What happened.**")[1:]]
+    assert told
+    assert not [words for words in told if not re.search(r"\bH[12]00\b", words)]
