@@ -530,6 +530,8 @@ def test_a_predicted_ratio_is_of_two_rows_of_one_run(tmp_path: Path) -> None:
 def test_few_operations_a_byte_put_a_problem_under_the_memorys_roof(tmp_path: Path) -> None:
     for shape, bound in (("32x8x128x64", "(memory)"), (FIRST_SHAPE, " % |")):
         write_synthetic(tmp_path / shape, problems=[Problem.parse(shape)])
-        placed = tables.placement(select.load("nvidia-h200", tmp_path / shape)).splitlines()[-1]
+        headings, _, placed = tables.placement(select.load("nvidia-h200", tmp_path / shape)).splitlines()
+        names = headings.strip("| ").split(" | ")
+        assert len(set(names)) == len(names), "which side a column is of"
         assert bound in placed
         assert ("(memory)" in placed) is (bound == "(memory)")
