@@ -17,7 +17,7 @@ from flashlab.kernels import registry
 INSTEAD = {
     r"\b(?:a|next|each|another|every) work\b(?! tile)|\b(?:equal|longest) works|\bworks (?:is|are) taken": "work tile",
     r"Q·K and P·V products|\b(?:Q·K|P·V) products?\b": "QK GEMM, PV GEMM",
-    r"\bclocks (?:a|per) score|\bin a clock\b": "cycles per score; per-SM throughput, operations per cycle",
+    r"\bclocks (?:a|per) (?:score|call)|\bin a clock\b": "cycles per score; per-SM throughput, operations per cycle",
     r"\b(?:FLOP|operations|exponentials|instructions) a clock\b": "operations per cycle",
     r"\bfixed wait\b|\bshared-memory queue\b": "Nsight Compute's names: Stall Wait, MIO Throttle, Long Scoreboard",
     r"\bwaits? of fixed length\b": "Stall Wait",
