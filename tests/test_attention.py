@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import io
 import os
+import pickle
 import shutil
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -52,6 +55,7 @@ from flashlab.run.kept import Kept
 from flashlab.run.paged import PagedCache
 from flashlab.run.plan import plan
 from flashlab.run.tensor_map import TensorMap
+from flashlab.show.trial import _aligned_like_cuda
 from flashlab.verify.oracle import make_inputs
 from flashlab.verify.verdict import check
 
@@ -152,6 +156,15 @@ def test_any_strides_scale_params_and_an_output_of_the_callers() -> None:
     assert check(given, None, q, k, v, causal=False, dtype="float16", scale=0.5).reason == ""
     reversed_rows = flashlab.attention(q[:, :, ::-1], k, v, scale=0.5)
     assert check(reversed_rows[:, :, ::-1], None, q, k, v, causal=False, dtype="float16", scale=0.5).reason == ""
+
+
+@needs_compiler
+@pytest.mark.parametrize("stage", ["wmma_no_smem", "04_wmma_qk"])
+def test_rows_may_lie_in_reverse_order(stage: str) -> None:
+    """WMMA loads from global memory want boundaries of 32 bytes, and an unsigned stride."""
+    arrays = [_aligned_like_cuda(values)[:, :, ::-1] for values in make_inputs(Problem.parse("1x2x32x64"))]
+    out = flashlab.attention(*arrays, stage=stage)
+    assert check(out, None, *arrays, causal=False, dtype="float16").reason == ""
 
 
 @needs_compiler
@@ -638,6 +651,11 @@ def test_a_plan_says_why_it_is_slow(sum_stage: str) -> None:
         assert why(stage, pointer=(1 << 25) + 8) == "v starts at 0x2000008, no multiple of 16 bytes"
         assert why(stage, strides=(2080, 520, 65, 1)) == "v has a row stride of 130 bytes, no multiple of 16"
     assert why("06_cp_async", strides=(512, 0, 64, 1)) == ""
+    for row in (-64, 1 << 32):
+        assert why("06_cp_async", strides=(2048, 512, row, 1)) == ""
+        assert why("wmma_no_smem", strides=(2048, 512, row, 1)) == (
+            f"v has a row stride of {row} elements, and WMMA loads take 0 to 2^32 - 1; a copy works."
+        )
     assert why(sum_stage, strides=(512, 0, 64, 1)) == (
         "v has a head stride of 0 bytes, and tensor maps take 1 to 1099511627775; a contiguous copy works. "
         "Shared heads are fast as fewer kv_heads."
@@ -762,6 +780,14 @@ def test_what_a_gpu_is_asked_to_launch(monkeypatch: pytest.MonkeyPatch, sum_stag
     addresses = [struct.unpack("<Q", bytes(getattr(maps, name))[:8])[0] for name in "QKVO"]
     assert addresses == ([q.pointer, k.pointer, v.pointer, out.pointer] if mappable else [0, 0, 0, 0])
     assert any(bytes(maps)) is mappable
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_prepared_call_is_not_copied(monkeypatch: pytest.MonkeyPatch, copied: Callable[[Any], Any]) -> None:
+    _Launches(monkeypatch)
+    prepared = prepare(*qkv(), stage="01_coalesced", out=array(2, 4, 8, 64, pointer=OUT), stream=5)
+    with pytest.raises(errors.InputError, match=r"neither copied nor pickled.* `flashlab\.prepare` .* works"):
+        copied(prepared)
 
 
 def test_equal_shares_are_launched_on_as_many_blocks_as_are_resident(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -351,7 +351,7 @@ def test_lengths_show_the_fast_ones_over_every_length(shown: Results) -> None:
     for layout in LAYOUTS:
         text = _text(chart.svg[layout])
         assert all(str(count) in text for count in LENGTHS)
-        assert "percent of the measured peak" in text
+        assert "percent of a large GEMM's rate" in text
         assert tables.peer_title("sdpa_cudnn") in text
     # A scalar loop would lie on the axis: it is left out, and the chart says so.
     assert "00_naive" not in _text(chart.svg["wide"])

@@ -32,7 +32,6 @@ from flashlab.record import schema, store
 from flashlab.record.schema import Measurement, Verdict
 from flashlab.run.arrays import DeviceArray, contiguous_strides
 from flashlab.show import pages
-from flashlab.show.notebook import NOTHING_YET
 from flashlab.verify import on_cpu, oracle
 from flashlab.verify import verdict as check
 
@@ -452,6 +451,22 @@ def test_every_dead_end_has_a_page_with_every_section(stage: Stage) -> None:
         assert f'--8<-- "dead_ends/{stage.id}.md:{section}"' in text
 
 
+@pytest.mark.parametrize("stage", registry.OFF_LADDER.values(), ids=registry.OFF_LADDER)
+def test_a_page_without_numbers_names_a_command_that_measures_its_stage(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = re.search(r"`flashlab (bench .+?)`", pages.measured_by(stage))
+    assert command
+
+    def estimate(problems: list[Problem], *, stages: list[str], **_: object) -> tuple[list[object], float]:
+        assert stage.id in stages
+        assert any(not stage.why_not(problem) for problem in problems)
+        return [], 0.0
+
+    monkeypatch.setattr(bench, "estimate", estimate)
+    assert _answer(*command[1].split(), "--dry-run") == {"seconds": 0.0, "problems": []}
+
+
 def test_no_page_is_without_a_dead_end() -> None:
     assert {path.stem for path in (SITE / "dead_ends").glob("*.md")} - {"index"} == set(DEAD_ENDS)
 
@@ -472,7 +487,9 @@ def test_pages_say_what_is_on_record_and_what_is_not(data: Path, tmp_path: Path,
         for section in ("title", "question", "built", "prediction", "result", "code"):
             assert text.count(f"[start:{section}]") == text.count(f"[end:{section}]") == 1
         assert stage.prediction in text
-        assert (NOTHING_YET in text) == (not measured)
+        nothing_yet = pages.measured_by(stage)
+        assert "make report" not in nothing_yet
+        assert (nothing_yet in text) == (not measured)
         assert (
             (f"### {FIRST.label}" in text) == (f"generated/data/nvidia-h200/runs/{LATER}.jsonl.gz" in text) == measured
         )

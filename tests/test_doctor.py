@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -102,7 +103,9 @@ def test_the_cpu_runs_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_data_is_verified(tmp_path: Path) -> None:
     path = write_synthetic(tmp_path, problems=suite("smoke"))
-    assert by_name(tmp_path)["data/nvidia-h200"].state == "ok"
+    found = by_name(tmp_path)["data/nvidia-h200"]
+    assert found.state == "ok"
+    assert re.fullmatch(r"sound: \d+ records in 1 run", found.detail)
     path.write_text(path.read_text(encoding="utf-8") + "{}\n", encoding="utf-8")
     found = by_name(tmp_path)["data/nvidia-h200"]
     assert found.state == "broken"

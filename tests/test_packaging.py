@@ -232,6 +232,13 @@ def test_readme_folder_map_names_every_subpackage() -> None:
     assert packages <= set(re.findall(r"^  ([a-z]+)/ ", tree, re.MULTILINE))
 
 
+def test_somebody_is_told_of_every_script() -> None:
+    told = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", *(ROOT / "site").glob("*.md"))
+    texts = "".join(path.read_text(encoding="utf-8") for path in (*told, ROOT / "pyproject.toml"))
+    programs = (path.name for path in (ROOT / "scripts").iterdir() if path.suffix in (".py", ".sh"))
+    assert not [name for name in programs if name not in texts]
+
+
 def test_readme_stages_and_commands_exist() -> None:
     assert set(re.findall(r"\b\d\d_[a-z_]+\b", README.replace("02_ladder", ""))) <= STAGES.keys()
     from typer.main import get_command
@@ -247,8 +254,6 @@ def test_readme_stages_and_commands_exist() -> None:
     ("arguments", "words"),
     [
         (("counters_ncu.py", "--out", "none.jsonl", "--stages", "99_x"), "counters_ncu: stage: wanted one of 00_naive"),
-        (("site_numbers.py", "compare", "none.json", "none.json"), "wanted numbers that `dump` wrote, got none.json: "),
-        (("site_numbers.py", "dump", "site"), "wanted `site_numbers.py dump SITE FILE`"),
         (("chart.py", "none-such"), "chart: wanted recorded runs of GPU 'none-such'"),
     ],
 )

@@ -814,9 +814,27 @@ def test_a_ratio_says_which_of_the_fastest_libraries_its_run_left_out(tmp_path: 
     assert found[longer].not_timed == ()
     assert found[FIRST].not_timed == ("fa4",)  # cuDNN is what torch chooses, and sdpa_flash is never the fastest
     assert found[FIRST].flat()["not_timed"] == ["fa4"]
+    assert found[FIRST].flat()["sustained_not_timed"] == [], "nothing was kept busy"
     said = tables.against([*found.values()])
-    assert "At 1 of these problems the run left out" in said
+    assert "At 1 problem in bursts the run left out" in said
     assert "without FlashAttention-4" in tables.table(tables.AGAINST, [found[FIRST]])
+
+
+def test_a_sustained_ratio_says_which_of_the_fastest_libraries_its_run_did_not_keep_busy(tmp_path: Path) -> None:
+    run = "20260102T030000Z-0123abc"
+    _write(
+        tmp_path,
+        run,
+        _timed("01_coalesced", FIRST, run, 100.0, sustained=120.0),
+        _timed("sdpa_cudnn", FIRST, run, 110.0, sustained=130.0),
+        _timed("fa4", FIRST, run, 115.0),
+    )
+    (found,) = contests.against_peers(GPU, tmp_path)
+    assert found.sustained
+    assert (found.not_timed, found.sustained_not_timed) == ((), ("fa4",))
+    assert found.flat()["sustained_not_timed"] == ["fa4"]
+    assert "| ×1.08, without FlashAttention-4 |" in tables.table(tables.AGAINST, [found])
+    assert "At 1 problem under sustained load the run left out" in tables.against([found])
 
 
 def test_the_package_that_loads_stages_does_not_part_the_starts_of_a_library() -> None:

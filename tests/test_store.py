@@ -521,7 +521,7 @@ def test_nothing_is_drawn_from_what_was_withdrawn(data: Path) -> None:
     found = store.records(SLUG, Measurement, data)
     assert [row for row in found if row.problem.inputs == "steps"] == steps[1:]
     assert [row for row in found if row.problem.inputs != "steps"] == list(kept)
-    assert store.extent(SLUG, data).endswith(", and 1 that were withdrawn")
+    assert store.extent(SLUG, data).endswith(" records in 2 runs, and 1 record that was withdrawn")
     assert steps[0] in store.read(data / SLUG / "runs" / f"{EARLY}.jsonl", Measurement)[0]
     assert not [damage for damage in store.verify(SLUG, data) if "withdrawn" in str(damage)]
     (data / SLUG / "withdrawn.json").write_text("{}")

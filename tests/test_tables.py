@@ -217,6 +217,9 @@ def test_ratios_by_kind_begin_with_the_worst_and_have_trained_beside_normal() ->
     }
     assert table.endswith(f"\nEvery ratio is of `{layers.stage.name}`.\n")
     newer = replace(layers, stage=layers.stage.model_copy(update={"name": "17_around_the_loop"}))
+    idle = [replace(one, sustained_not_timed=("fa4",)) for one in found]
+    assert "†" not in tables.against_inputs(idle)
+    assert "† The run left out FlashAttention-4" in tables.against_inputs(idle, "sustained")
     assert tables.against_inputs([*found, replace(_faced(_on("steps"), 1.0), burst=newer)]).endswith(
         f"\n6 ratios are of `{layers.stage.name}`, and 1 is of `17_around_the_loop`, on `steps`: a difference "
         "between two kinds may be one between the stages.\n"
@@ -527,6 +530,8 @@ def test_a_predicted_ratio_is_of_two_rows_of_one_run(tmp_path: Path) -> None:
 def test_few_operations_a_byte_put_a_problem_under_the_memorys_roof(tmp_path: Path) -> None:
     for shape, bound in (("32x8x128x64", "(memory)"), (FIRST_SHAPE, " % |")):
         write_synthetic(tmp_path / shape, problems=[Problem.parse(shape)])
-        placed = tables.placement(select.load("nvidia-h200", tmp_path / shape)).splitlines()[-1]
+        headings, _, placed = tables.placement(select.load("nvidia-h200", tmp_path / shape)).splitlines()
+        names = headings.strip("| ").split(" | ")
+        assert len(set(names)) == len(names), "which side a column is of"
         assert bound in placed
         assert ("(memory)" in placed) is (bound == "(memory)")

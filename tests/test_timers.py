@@ -487,6 +487,8 @@ def test_pages_show_what_there_is(data: Path) -> None:
     assert "0.970" in zeros
     assert "CUPTI" in timer_tables.cache_table(found)
     chart = timer_tables.timers_chart(found)
+    for text in (table, zeros, timer_tables.cache_table(found), chart.provenance):
+        assert synthetic.gpu(GPU).name in text
     assert "NVBench, hot L2" in chart.alt
     assert chart.data_files == (f"{GPU}/readings/{synthetic.RUN}.jsonl",)
     clocks = timer_tables.clock_table(select.load(GPU, data))
@@ -510,6 +512,7 @@ def test_pages_show_starts(data: Path) -> None:
     assert "start 3, µs" in table
     assert "2026-01-02 03:00 UTC, 2026-02-02 03:00 UTC, 2026-03-02 03:00 UTC" in table
     assert "2026-03-02 03:00 UTC, 2026-03-02 03:00 UTC" not in table
+    assert "the runs were on 1 GPU (NVIDIA H200)." in table
     chart = timer_tables.spread_chart(found)
     assert "start 3" in chart.alt
 

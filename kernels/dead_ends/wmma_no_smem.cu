@@ -27,9 +27,10 @@ struct Places {
 };
 __device__ const __align__(32) Places places = Places();
 
-// Whether WMMA may load the 16 rows from `first` of a head: they are all there, on the boundaries it wants.
+// Whether WMMA may load the 16 rows from `first` of a head: they are all there, on the boundaries it wants. ALIGNED promises
+// a stride that fits in its unsigned one, as the entry's `wmma_strides` asks.
 __device__ __forceinline__ bool loadable(const element* rows, long long row_stride, int first, int num_rows) {
-  return first + WMMA_TILE <= num_rows && reinterpret_cast<unsigned long long>(rows) % 32 == 0 && row_stride % 16 == 0;
+  return ALIGNED && first + WMMA_TILE <= num_rows && reinterpret_cast<unsigned long long>(rows) % 32 == 0 && row_stride % 16 == 0;
 }
 
 extern "C" __global__ void __launch_bounds__(WARP) attention_wmma_no_smem(const __grid_constant__ AttentionParams p) {

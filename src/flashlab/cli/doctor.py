@@ -23,6 +23,7 @@ import typer
 
 from flashlab.cli import options as opt
 from flashlab.cli.output import answer, as_json, say
+from flashlab.core.arithmetic import several
 from flashlab.core.errors import CompileError, DamagedRecordError, FlashlabError, MissingError, NoDataError
 from flashlab.core.paths import BUILD, DATA, INSTALLED, ROOT, cache_dir, writable_dir
 
@@ -225,7 +226,7 @@ def repair(
     if damage:
         listed = "\n  ".join(map(str, damage))
         raise DamagedRecordError(f"wanted sound records, found what no repair may touch:\n  {listed}")
-    say(f"{len(done)} {'files to mend' if dry_run else 'files mended; all records are sound'}")
+    say(f"{several(len(done), 'file')} {'to mend' if dry_run else 'mended; all records are sound'}")
 
 
 def doctor(*, data: opt.Tables = DATA) -> None:

@@ -14,6 +14,7 @@ from flashlab.cli import options as opt
 from flashlab.cli.kernels import kept_wrong
 from flashlab.cli.output import answer, answer_nothing, as_json, following, say
 from flashlab.cli.records import RUN_COLUMNS
+from flashlab.core.arithmetic import several
 from flashlab.core.errors import CheckFailedError, NoDataError, ParameterError
 from flashlab.core.inputs import ALL, NORMAL, drawn
 from flashlab.core.inputs import parse as kinds_in
@@ -258,8 +259,8 @@ def _show_tuned(tunings: Sequence[Sequence[Task]]) -> None:
     for tasks in () if as_json() else tunings:
         first, problems = tasks[0], ", ".join(task.key.problem.label for task in tasks)
         say(
-            f"{first.key.stage} {problems}: {len(first.refused)} variants refused, {len(first.twins)} with another's "
-            f"machine code, {len(first.rounds)} rounds, the last in {first.rounds[-1]}"
+            f"{first.key.stage} {problems}: {several(len(first.refused), 'variant')} refused, {len(first.twins)} with "
+            f"another's machine code, {several(len(first.rounds), 'round')}, the last in {first.rounds[-1]}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Arithmetic on numbers and names, as kernels' constants and claims' formulas write it. Nothing is executed."""
+"""Numbers in words, and arithmetic on numbers and names, as kernels' constants and claims' formulas write it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ _OPERATIONS: Mapping[type[ast.AST], Callable[..., Any]] = {
 }
 
 
+def several(number: int, noun: str) -> str:
+    """`1 run`, `4 runs`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def calculated(formula: str, values: Mapping[str, float]) -> float:
-    """The value of an expression in Python's syntax; what compares is 1 or 0.
+    """The value of an expression in Python's syntax, which is not executed; what compares is 1 or 0.
 
     Raises:
         ValueError: something else than numbers, those names and arithmetic stands in it.

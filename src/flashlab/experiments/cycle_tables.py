@@ -81,7 +81,7 @@ def _wgmma(readings: Readings) -> str:
     rows = [
         {"from": source, "how": how, "groups": groups, "end": f"{groups}wg_{where}{suffix}"}
         for where, source in (("ss", "shared memory"), ("rs", "registers"))
-        for suffix, how in (("_drained", "waited for by eight"), ("", "the next eight issued before the wait"))
+        for suffix, how in (("_drained", "a wait after every eight"), ("", "the next eight issued before the wait"))
         for groups in "123"
     ]
     columns = [Column("A from", "from"), Column("wgmma", "how", left=True), Column("warpgroups", "groups")]
@@ -113,8 +113,8 @@ def issue(readings: Readings) -> str:
         ),
         Column("warpgroups", lambda reading: str(reading.defines["THREADS"] // GROUP_THREADS)),
         Column("issued after, cycles", lambda reading: reading.stamps[-2]),
-        Column("each", lambda reading: reading.stamps[-2] / (len(reading.stamps) - 1)),
-        Column("done after", lambda reading: reading.stamps[-1]),
+        Column("cycles each", lambda reading: reading.stamps[-2] / (len(reading.stamps) - 1)),
+        Column("done after, cycles", lambda reading: reading.stamps[-1]),
     ]
     return table(columns, [r for r in readings.values() if r.group == "issue" and not r.defines["EACH"]])
 
@@ -149,7 +149,7 @@ def beside(readings: Readings) -> str:
         Column("warpgroups", "groups", left=True),
         Column("wgmma", "wgmma", left=True),
         Column("alone, per cycle", "alone"),
-        Column("beside", "beside"),
+        Column("beside, per cycle", "beside"),
         Column("keeps", lambda row: _percent(row["beside"], row["alone"])),
         Column("wgmma keeps", lambda row: _percent(row["pair"], row["free"])),
     ]

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flashlab.core.arithmetic import several
 from flashlab.core.environment import environment
 from flashlab.core.errors import FlashlabError, LaunchError, ParameterError
 from flashlab.kernels import registry
@@ -188,7 +189,8 @@ def watch(command: str, tool: str, job: Message, options: Options) -> Watched:
                 watched.death = str(error)
         if log.exists():
             watched.read(log.read_text(encoding="utf-8", errors="replace"))
-    options.note(f"{tool} of {job['stage']}: {'no summary' if watched.errors is None else f'{watched.errors} errors'}")
+    found = "no summary" if watched.errors is None else several(watched.errors, "error")
+    options.note(f"{tool} of {job['stage']}: {found}")
     return watched
 
 

@@ -117,7 +117,7 @@ class Comparison:
 
     @property
     def clock_ratio(self) -> float | None:
-        """The ratio in SM clocks instead of time; None where either clock was not read."""
+        """The ratio in SM cycles instead of time; None where either clock was not read."""
         ours, other = clock_mhz(self.ours), clock_mhz(self.other)
         return None if ours is None or other is None else self.ratio.value * other / ours
 
@@ -137,7 +137,7 @@ class Comparison:
             return f"the host: {number(enqueue)} µs to enqueue a call"
         if self.clock_ratio is not None and abs(self.clock_ratio - 1) <= AGREE:
             beside = f"{number(clock_mhz(other), 4)} MHz beside {number(clock_mhz(ours), 4)}"
-            return f"the clock: {beside}; in SM clocks {self.clock_ratio:.3f}"
+            return f"the clock: {beside}; in SM cycles {self.clock_ratio:.3f}"
         if abs(self.gap_us) <= LAUNCH_GAP_US:
             more = "events see" if self.gap_us > 0 else f"{TIMERS[other.timer]} sees"
             return f"a launch: {more} {number(abs(self.gap_us))} µs more a call"
@@ -218,7 +218,7 @@ def _page(
         parts.append(f"### {one.label}\n\n{above(mine)}{table(columns, mine)}")
     runs = sorted({pool.run for pool in found})
     source = "; ".join(f"{select.date(run)}, commit {select.commit_label(run)}" for run in runs)
-    return "\n".join([*parts, f"*{source}*\n"])
+    return "\n".join([*parts, f"*{found[0].gpu.name} · {source}*\n" if found else ""])
 
 
 def missing_timers(found: Iterable[Reading]) -> str:
@@ -259,7 +259,7 @@ def timers_chart(found: Sequence[Reading]) -> Chart:
     compared = comparisons(found)
     if not compared:
         raise NoDataError.of("readings by other timers beside CUDA events", "flashlab method")
-    gpu_slug = found[0].gpu.slug
+    gpu = found[0].gpu
     series: dict[str, dict[str, tuple[float, float, float]]] = {}
     for one in sorted(compared, key=lambda one: (-one.ours.problem.flops, one.other.timer)):
         gain = one.ratio.percent_gain()
@@ -272,9 +272,9 @@ def timers_chart(found: Sequence[Reading]) -> Chart:
         axis="percent over CUDA events",
         within=100 * AGREE,
         caption=f"Other timers' medians beside those of CUDA events, with 95 % intervals. The band is ±{AGREE:.0%}.",
-        provenance=f"{gpu_slug} · burst · {', '.join(map(select.date, runs))} · commit "
+        provenance=f"{gpu.name} · burst · {', '.join(map(select.date, runs))} · commit "
         + ", ".join(map(select.commit_label, runs)),
-        data_files=tuple(f"{gpu_slug}/readings/{run}.jsonl" for run in runs),
+        data_files=tuple(f"{gpu.slug}/readings/{run}.jsonl" for run in runs),
     )
 
 
@@ -358,7 +358,7 @@ def spread_table(found: Iterable[Spread]) -> str:
             Column("within a start, std dev, %", lambda rows: fmean(one.cv_percent for one in samples(rows)), form),
             Column("between starts, %", lambda rows: between_percent([one.median_us for one in samples(rows)]), form),
             Column(
-                "between starts in SM clocks, %",
+                "between starts in SM cycles, %",
                 lambda rows: between_percent([one.cycles_per_score for one in samples(rows)]),
                 form,
             ),
@@ -374,8 +374,8 @@ def _starts_line(found: Sequence[Spread], columns: int) -> str:
     short = f" {STARTS} are wanted." if columns < STARTS else ""
     return (
         f"*The machine was started at {', '.join(sorted(dict.fromkeys(begun)))}; the runs were on "
-        f"{chips} {'GPU' if chips == 1 else 'different GPUs'}.{short} Between: the slowest start's median over the "
-        "fastest's, less one.*\n"
+        f"{chips} {'GPU' if chips == 1 else 'different GPUs'} ({found[0][0].gpu.name}).{short} "
+        "Between: the slowest start's median over the fastest's, less one.*\n"
     )
 
 

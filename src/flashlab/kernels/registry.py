@@ -197,6 +197,8 @@ class Stage:
     build."""
     tensor_maps: bool = False
     """Whether the kernel takes tensor maps (kernels/common/hopper.cuh) beside its parameters."""
+    wmma_strides: bool = False
+    """Whether its fast path hands row strides to WMMA loads, which take 32 bits without a sign."""
     early_launch: bool = False
     """Whether it may be launched while the kernel before it on its stream still runs (programmatic dependent launch):
     it waits for that itself before it touches global memory."""

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from flashlab.build import compiler, triton_code
 from flashlab.build.parallel import Follow, ignore
+from flashlab.core.arithmetic import several
 from flashlab.core.errors import CompileError, MissingPackageError, ParameterError
 from flashlab.core.inputs import NORMAL
 from flashlab.core.problem import Cache, Problem
@@ -170,7 +171,8 @@ def run(
     if options.resume:
         names, wanted = _left(names, named, plan, options), ceilings_left(wanted, options)
         every = dict.fromkeys(name for some in names.values() for name in some)
-        said = f"no record of this code and software has {', '.join(every)} at {len(names)} problems: they are measured"
+        where = several(len(names), "problem")
+        said = f"no record of this code and software has {', '.join(every)} at {where}: measured now"
         options.note(said if names else "all of it is on record; nothing was measured")
         if not names and not wanted:
             return None

@@ -26,6 +26,7 @@ from pathlib import Path
 from flashlab.build import compiler, sass
 from flashlab.build.compiler import Cubin
 from flashlab.build.sources import Frame
+from flashlab.core.arithmetic import several
 from flashlab.core.errors import CompileError, FlashlabError, LaunchError, MissingError, ParameterError
 from flashlab.core.paths import table
 from flashlab.core.problem import Problem
@@ -344,7 +345,7 @@ def profile(
         say("all of it is on record; nothing was profiled")
         return None, (), ()
     with Book(options.data, "profiles") as book:
-        say(f"compiling {len(able)} stages")
+        say(f"compiling {several(len(able), 'stage')}")
         plain, lined = _compiled(able, problem, options), _compiled(able, problem, options, line_info=True)
         known = available()
         metrics = [name for name in METRICS if not known or name.split(".")[0] in known]

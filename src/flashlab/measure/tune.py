@@ -29,6 +29,7 @@ from typing import NamedTuple
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from flashlab.build.parallel import Follow, ignore
+from flashlab.core.arithmetic import several
 from flashlab.core.errors import CompileError, ParameterError
 from flashlab.core.inputs import NORMAL
 from flashlab.core.paths import DATA
@@ -298,7 +299,7 @@ def tune(
     while True:
         last = len(left) <= _FINALISTS + len(stay)
         samples = _SAMPLES[-1] if last else _SAMPLES[min(len(rounds), len(_SAMPLES) - 2)]
-        options.note(f"round {len(rounds) + 1}: {len(left)} variants, {samples} samples each")
+        options.note(f"round {len(rounds) + 1}: {several(len(left), 'variant')}, {samples} samples each")
         plan = replace(_PLAN, samples=samples, min_samples=min(3, samples))
         of_round = [one._replace(variants=left, refused=() if rounds else refused) for one in compiled]
         path, timed = _round(of_round, plan, options)

@@ -114,6 +114,13 @@ class AgainstPeers:
     not_timed: tuple[str, ...] = ()
     """Those of `FASTEST` that `run` has no time of, though they take the problem and have one elsewhere on record at
     that head dim and element type: with one of them the ratio might be less."""
+    sustained_not_timed: tuple[str, ...] = ()
+    """Likewise those that the run of `sustained` did not keep busy; empty where there is none. A library that is slower
+    in bursts may be the faster one under continuous work."""
+
+    def left_out(self, regime: Regime) -> tuple[str, ...]:
+        """Those of `FASTEST` that the regime's ratio is without."""
+        return self.not_timed if regime == "burst" else self.sustained_not_timed
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -136,6 +143,7 @@ class AgainstPeers:
             "dirty": self.dirty,
             "reason": self.reason,
             "not_timed": list(self.not_timed),
+            "sustained_not_timed": list(self.sustained_not_timed),
             **(burst or dict.fromkeys(("best_stage", "best_peer", "ratio", "adjusted_ratio"))),
             "sustained": sustained,
             "against_named": {
@@ -227,17 +235,24 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
                 named=_contest(named, "burst", second),
                 named_sustained=_contest(named_busy, "sustained", second),
                 reason="" if burst else f"no {lacking} has a time in that run",
-                not_timed=_not_timed(problem, able.get((problem.head_dim, problem.dtype), set()), chosen),
+                not_timed=_not_timed(problem, able, chosen),
+                sustained_not_timed=_not_timed(problem, able, busy, "sustained") if busy else (),
             )
         )
     return tuple(found)
 
 
-def _not_timed(problem: Problem, able: Iterable[str], rows: Iterable[Measurement]) -> tuple[str, ...]:
+def _not_timed(
+    problem: Problem,
+    able: Mapping[tuple[int, str], set[str]],
+    rows: Iterable[Measurement],
+    regime: Regime = "burst",
+) -> tuple[str, ...]:
     """Of libraries that take a problem, those without a time among rows; torch's own choice may be cuDNN."""
-    timed = {row.name for row in rows if is_library(row) and rate(row)}
+    timed = {row.name for row in rows if is_library(row) and rate(row, regime)}
     timed |= {"sdpa_cudnn"} if BESIDE in timed else set()
-    return tuple(name for name in FASTEST if name in able and name not in timed and not peers.get(name).limits(problem))
+    left_out = able.get((problem.head_dim, problem.dtype), set()) - timed
+    return tuple(name for name in FASTEST if name in left_out and not peers.get(name).limits(problem))
 
 
 def _able(rows: Iterable[Measurement]) -> Mapping[tuple[int, str], set[str]]:

@@ -47,6 +47,7 @@ from xml.etree import ElementTree
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from flashlab.core.arithmetic import several
 from flashlab.core.errors import DamagedRecordError, NoDataError
 from flashlab.core.inputs import TRAINED
 from flashlab.core.paths import DATA, digest, signature, writable_dir
@@ -258,8 +259,9 @@ def sanitized(gpu: str, data: Path = DATA) -> tuple[Sanitized, ...]:
 def extent(gpu: str, data: Path = DATA) -> str:
     """How many sound records of runs there are of a GPU, and how many were withdrawn: `812 records in 4 runs`."""
     kept, found = len(lines(gpu, "runs", data)), len(_lines(gpu, "runs", data))
-    back = f", and {found - kept} that were withdrawn" if found > kept else ""
-    return f"{kept} records in {len(files(data / gpu / 'runs'))} runs{back}"
+    withdrawn = found - kept
+    back = f", and {several(withdrawn, 'record')} that {'was' if withdrawn == 1 else 'were'} withdrawn"
+    return f"{several(kept, 'record')} in {several(len(files(data / gpu / 'runs')), 'run')}{back if withdrawn else ''}"
 
 
 def count_samples(gpu: str, data: Path = DATA) -> dict[str, int]:

@@ -19,13 +19,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
 from flashlab.build import compiler, triton_code
 from flashlab.build.compiler import Variant
-from flashlab.core.errors import EmulationError, ParameterError, TooLargeError, UnsupportedError
+from flashlab.core.arithmetic import several
+from flashlab.core.errors import EmulationError, InputError, ParameterError, TooLargeError, UnsupportedError
 from flashlab.core.problem import Problem
 from flashlab.kernels.registry import Stage
 from flashlab.record.checks import Fallbacks as Fallbacks
@@ -121,6 +122,13 @@ class Prepared:
     def blocks_per_sm(self) -> int:
         """Blocks resident on an SM."""
         return gpu.blocks_per_sm(self.recipe.code.function, self.launch_shape.threads, self.launch_shape.smem_bytes)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse what `copy` and `pickle` ask for: the launch is of these arrays, this process and this GPU."""
+        raise InputError(
+            "a prepared call can be neither copied nor pickled, because it launches loaded machine code on the "
+            "addresses of its arrays. Calling `flashlab.prepare` with the copied arrays works."
+        )
 
 
 def _recipe(
@@ -609,8 +617,8 @@ def refuse_too_large(stage_id: str, problem: Problem, *, timeout_s: float, races
     seconds = problem.flops * (_HOOKS_COST if races else 1.0) / (_ASSUMED_FLOPS_PER_S * cores)
     if seconds > _CLEARLY * timeout_s:
         raise TooLargeError(
-            f"{problem.label} by stage {stage_id} would take about {_duration(seconds)} on {cores} "
-            f"core{'s' if cores > 1 else ''}; wanted at most {_duration(timeout_s)}. A smaller problem works; "
+            f"{problem.label} by stage {stage_id} would take about {_duration(seconds)} on "
+            f"{several(cores, 'core')}; wanted at most {_duration(timeout_s)}. A smaller problem works; "
             "`flashlab.emulate(…, timeout_s=None)` and `flashlab check --insist` take as long as it takes.",
             seconds=seconds,
         )

@@ -48,8 +48,8 @@ class Plan:
     scale: float
     why_slow: str
     """Why rows go element by element, which is slower: the first array that the fast path cannot take. Empty where it
-    takes all: every row of Q, K, V and O starts on a 16-byte boundary, and where the stage takes tensor maps, they can
-    describe all four. An expanded K or V, of stride 0, is one that they cannot."""
+    takes all: every row of Q, K, V and O starts on a 16-byte boundary, and where the stage takes tensor maps, or loads
+    rows by WMMA, these can describe all four. An expanded K or V, of stride 0, is one that tensor maps cannot."""
     device: int
     """CUDA device index, or `arrays.HOST`."""
 
@@ -121,7 +121,8 @@ def planned(problem: Problem, stage: Stage, scale: Any, rows: Mapping[str, Devic
         raise ParameterError(
             f"softcap: wanted one by which the scale, {scale:g}, can be divided in float32, got {problem.softcap!r}"
         )
-    reasons = (why_slow(name, array, tensor_maps=tensor_maps) for name, array in rows.items())
+    by = {"tensor_maps": tensor_maps, "wmma": stage.wmma_strides}
+    reasons = (why_slow(name, array, **by) for name, array in rows.items())
     return Plan(
         problem=problem,
         stage=stage,
@@ -451,8 +452,8 @@ def outputs_of(
     return Outputs(out, lse, out_view, lse_view)
 
 
-def why_slow(name: str, array: DeviceArray, *, tensor_maps: bool) -> str:
-    """Why rows of an array cannot be read 16 bytes at a time, or by tensor maps; empty where they can."""
+def why_slow(name: str, array: DeviceArray, *, tensor_maps: bool, wmma: bool = False) -> str:
+    """Why rows of an array cannot be read 16 bytes at a time, by tensor maps or by WMMA; empty where they can."""
     if array.pointer % ROW_ALIGNMENT_BYTES:
         return f"{name} starts at {array.pointer:#x}, no multiple of {ROW_ALIGNMENT_BYTES} bytes"
     for of, length, stride in zip(("batch", "head", "row"), array.shape, array.strides, strict=False):
@@ -467,4 +468,6 @@ def why_slow(name: str, array: DeviceArray, *, tensor_maps: bool) -> str:
                 f"{name} has a {of} stride of {stride_bytes} bytes, and tensor maps take 1 to {MAX_STRIDE_BYTES - 1}; "
                 f"a contiguous copy works.{instead}"
             )
+        if wmma and of == "row" and not 0 <= stride < 1 << 32:
+            return f"{name} has a row stride of {stride} elements, and WMMA loads take 0 to 2^32 - 1; a copy works."
     return ""

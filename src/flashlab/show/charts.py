@@ -1101,7 +1101,7 @@ def lengths(shown: Results, *, head_dim: int, mask: str, dtype: str = "float16",
         axes.set_ylim(0, top * 1.08)
         if ceiling is not None:
             right = axes.twinx()
-            right.set(ylim=(0, 100 * top * 1.08 / ceiling.value), ylabel="percent of the measured peak")
+            right.set(ylim=(0, 100 * top * 1.08 / ceiling.value), ylabel="percent of a large GEMM's rate")
             right.tick_params(axis="y", labelcolor=MUTED)
         figure.legend(loc="outside lower left", ncols=3 if layout == "wide" else 1)
 

@@ -60,10 +60,17 @@ COPY_LENGTHS = (*LENGTHS, cases.HOSTILE_LENGTHS[0])
 """Of an edited copy's problems; the last has keys for every phase of a pipeline's barriers."""
 COPY_SCHEDULE, COPY_TIMEOUT_S = cases.SCHEDULES[-1], 10.0
 """How each of them runs: not in the order that was tried before, and not for ever."""
-NOTHING_YET = (
-    "**Nothing has been measured yet.** "
-    "`data/` holds no records of this. `make report` on a machine with an NVIDIA GPU measures it and fills this in."
-)
+
+
+def nothing_yet(command: str) -> str:
+    """What stands where nothing is on record, with the command that measures it."""
+    return (
+        "**Nothing has been measured yet.** "
+        f"`data/` holds no records of this. `{command}` on a machine with an NVIDIA GPU measures it and fills this in."
+    )
+
+
+NOTHING_YET = nothing_yet("make report")
 NOT_OF_THESE = (
     "**Nothing of this is on record yet** for these stages at this shape. "
     "`make report FULL=1` measures it on such a GPU; profiles are made by `flashlab profile` with Nsight Compute, "

@@ -50,7 +50,7 @@ from flashlab.record.schema import Measurement
 from flashlab.run import choice
 from flashlab.show import charts, explorer, journey, machine_code, tables
 from flashlab.show.charts import LAYOUTS, MIME, THEMES, Chart
-from flashlab.show.notebook import NOTHING_YET
+from flashlab.show.notebook import NOTHING_YET, nothing_yet
 from flashlab.show.tables import Column, code, markdown, number, percent, table, times
 from flashlab.verify.cases import FLASH_ATTENTION, FLASH_ATTENTION_INPUTS
 
@@ -728,7 +728,7 @@ def steps_table(everything: Sequence[Results], data: Path) -> str:
         if stepped:
             break
     else:
-        return NOTHING_YET
+        return nothing_yet("flashlab bench --suite decode")
     libraries = Counter((row.problem.batch, row.run) for row in stepped if row.kind == "peer")
     newest = {
         batch: max({row.run for row in rows}, key=lambda run: (libraries[batch, run], run))
@@ -787,8 +787,18 @@ def off_ladder_page(
         **{"stage": stage, "own": own, "measured": shown, "kernels": kernels, "refused": refused, "arch": arch},
         note=note,
         needs=_needs(stage, ("Made from", code(stage.parent) if stage.parent else None)),
+        nothing_yet=measured_by(stage),
     )
     out.snippet(page, text)
+
+
+def measured_by(stage: Stage) -> str:
+    """That nothing is on record of a stage off the ladder, which no report measures, and what does."""
+    if stage.retired:  # its page shows the ladder's session
+        alone = nothing_yet(f"flashlab bench --stages {stage.id}")
+        return f"{alone} It wants the commit that timed the ladder, and to begin within six hours of that run."
+    what = "--dead-ends --shape 1x8x512x64" if stage.dead_end else f"--suite {stage.place}"
+    return nothing_yet(f"flashlab bench {what}")
 
 
 def dead_end_list(

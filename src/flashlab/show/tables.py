@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from flashlab.core.arithmetic import several
 from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import KINDS, NORMAL, TRAINED
 from flashlab.core.paths import DATA
@@ -452,6 +453,16 @@ def _titles(names: Iterable[str]) -> str:
     return _listed([short_title(name) for name in names])
 
 
+def _without(names: Sequence[str]) -> str:
+    """Which libraries a ratio is without, behind what it stands with."""
+    return f", without {_titles(names)}" if names else ""
+
+
+def _sustained(one: contests.AgainstPeers) -> str | None:
+    ratio = _with_worst(one.sustained)
+    return ratio and f"{ratio}{_without(one.sustained_not_timed)}"
+
+
 def _side(which: str) -> tuple[Column, Column]:
     """The columns of one side of a contest in bursts: name and rate, and percent of the tensor cores' peak."""
 
@@ -461,8 +472,7 @@ def _side(which: str) -> tuple[Column, Column]:
         row = getattr(one.burst, which)
         if which == "stage":
             return f"{code(row.name)} {number(select.rate(row))}"
-        without = f", without {_titles(one.not_timed)}" if one.not_timed else ""
-        return f"{short_title(row.name)} {number(select.rate(row))}{without}"
+        return f"{short_title(row.name)} {number(select.rate(row))}{_without(one.not_timed)}"
 
     return Column(f"{'library' if which == 'peer' else which}, TFLOP/s", said), Column(
         "of peak", lambda one: one.burst and contests.percent_of_peak(getattr(one.burst, which)), percent
@@ -477,7 +487,7 @@ AGAINST = (
     *_side("peer"),
     Column("log-sum-exp alike", "burst.adjusted_ratio", times),
     Column(_NAMED, "named.ratio", times),
-    Column("sustained, over the best library", "sustained", _with_worst),
+    Column("sustained, over the best library", _sustained),
     Column("log-sum-exp alike", "sustained.adjusted_ratio", times),
     Column(_NAMED, "named_sustained.ratio", times),
 )
@@ -486,16 +496,18 @@ AGAINST = (
 
 def against(found: Sequence[contests.AgainstPeers]) -> str:
     """At how many problems the stage is the faster one, and between which ratios: a sentence a regime."""
-    said = []
-    for when, contested in (
-        ("In bursts", [(one.problem, one.burst) for one in found]),
-        ("Under sustained load", [(one.problem, one.sustained) for one in found]),
-    ):
-        if ratios := [(one.ratio, f" ({at.label}, over {short_title(one.peer.name)})") for at, one in contested if one]:
-            said.append(f"{when} the best stage is faster than the best library at {standing(ratios)}")
-    if partly := [one for one in found if one.burst and one.not_timed]:
+    said, partly = [], []
+    regimes: tuple[tuple[Regime, str], ...] = (("burst", "in bursts"), ("sustained", "under sustained load"))
+    for regime, when in regimes:
+        contested = [(one, contest) for one in found if (contest := getattr(one, regime))]
+        if contested:
+            ratios = [(c.ratio, f" ({one.problem.label}, over {short_title(c.peer.name)})") for one, c in contested]
+            said.append(f"{when.capitalize()} the best stage is faster than the best library at {standing(ratios)}")
+        if count := sum(bool(one.left_out(regime)) for one, _ in contested):
+            partly.append(f"at {several(count, 'problem')} {when}")
+    if partly:
         said.append(
-            f"At {len(partly)} of these problems the run left out one of {_titles(contests.FASTEST)} that takes such "
+            f"A{' and '.join(partly)[1:]} the run left out one of {_titles(contests.FASTEST)} that takes such "
             "problems; the table names it, and the ratio may be too high."
         )
     return "\n".join(said)
@@ -524,8 +536,8 @@ def against_inputs(found: Iterable[contests.AgainstPeers], regime: Regime = "bur
         contest = one.burst if regime == "burst" else one.sustained
         if contest and label:
             by_kind.setdefault(one.problem.inputs, {})[label] = contest
-            if regime == "burst" and one.not_timed:
-                partly[one.problem.inputs, label] = one.not_timed
+            if left_out := one.left_out(regime):
+                partly[one.problem.inputs, label] = left_out
     if not by_kind.keys() - {NORMAL}:
         raise NoDataError(
             f"No {regime} ratios on inputs that are not normal are on record for this GPU yet: "
@@ -555,8 +567,8 @@ def against_inputs(found: Iterable[contests.AgainstPeers], regime: Regime = "bur
     rows = table((Column(f"{' '.join(common)}, {regime}", code), *map(column, labels.values())), order)
     said = f"{rows}\n{_stages_of(by_kind, order)}\n"
     if partly:
-        left_out = sorted({name for names in partly.values() for name in names})
-        said += f"\n† The run left out {_titles(left_out)}, which may be faster: the ratio may be too high.\n"
+        every = sorted({name for names in partly.values() for name in names})
+        said += f"\n† The run left out {_titles(every)}, which may be faster: the ratio may be too high.\n"
     return said
 
 
@@ -1114,7 +1126,8 @@ def placement(shown: Results) -> str:
             name, rate = best(row)
             line += [str(name).split(" (")[0] if name else None, rate, *_under_roof(row, rate, copy.value)]
         lines.append(line)
-    sides = ("fastest stage", "TFLOP/s", "roof", "of roof", "fastest library", "TFLOP/s", "roof", "of roof")
+    ours = ("fastest stage", "TFLOP/s", "roof, TFLOP/s", "of roof")
+    sides = (*ours, "fastest library", "its TFLOP/s", "its roof, TFLOP/s", "of its roof")
     return markdown((f"{first.dtype}, full", "operations per byte", *sides), lines)
 
 
