@@ -20,10 +20,11 @@ from flashlab.core.errors import DamagedRecordError, NoDataError, ParameterError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
-from flashlab.measure.tuned import table_text
+from flashlab.measure.tuned import left_out, table_text
 from flashlab.run import choice as tuned
 from flashlab.run import gpu
 from flashlab.run.explain import explain as flashlab_explain
+from flashlab.show.tuning import left_out_table
 
 H200, ARCH, SMS = "nvidia-h200", "sm_90a", 132
 SMALL, LARGE = Problem.parse("1x8x512x64"), Problem.parse("16x16x2048x64")
@@ -245,9 +246,9 @@ def test_only_the_ladder_is_a_candidate(tmp_path: Path, monkeypatch: pytest.Monk
     assert names == ["11_pingpong", "12_persistent", "08_swizzle"]
     left = {name: stage for name, stage in registry.CUDA_STAGES.items() if name != "11_pingpong"}
     monkeypatch.setattr(registry, "CUDA_STAGES", left)
-    tuned._choices.cache_clear()
+    tuned.choices.cache_clear()
     assert first(SMALL, data).stage is PERSISTENT
-    tuned._choices.cache_clear()
+    tuned.choices.cache_clear()
 
 
 def test_a_head_dim_that_is_not_on_record_gets_the_last_rung(data: Path) -> None:
@@ -354,25 +355,28 @@ def test_a_problem_left_out_of_the_committed_table_gets_nearly_the_best(
     gpu: str, stages: Mapping[str, registry.Stage]
 ) -> None:
     """The rule judged by the records: forget one problem, choose for it by the others, and look up what that takes."""
-    found = tuned.table(gpu)
-    assert found is not None
-    able = {name for name, stage in stages.items() if not stage.by_name_only}
-    lost, wrong = [], []
-    for problem in sorted({row.problem for row in found.rows}):
-        there: dict[str, float] = {}
-        for one in found.rows:
-            if one.problem == problem and one.stage in able:
-                there[one.stage] = min(one.time_us, there.get(one.stage, math.inf))
-        if len(there) < 3:
-            continue
-        rest = replace(found, rows=tuple(one for one in found.rows if one.problem != problem))
-        choice = next(one for one in tuned._choices(problem, rest, ARCH, SMS, (rest,)) if one.stage.id in there)
-        lost.append(math.log(there[choice.stage.id] / min(there.values())))
-        wrong.append(abs(math.log(choice.time_us / there[choice.stage.id])))
+    found = left_out(gpu, stages)
+    lost = [math.log(one.time_us / one.least_us) for one in found]
+    wrong = [abs(math.log(one.choice.time_us / one.time_us)) for one in found]
     assert len(lost) > 10
     assert math.exp(math.fsum(lost) / len(lost)) < 1.05, "slower than the best, on geometric average"
     assert math.exp(max(lost)) < 1.3
     assert math.exp(math.fsum(wrong) / len(wrong)) < 1.15, "predicted over measured, or the other way round"
+
+
+def test_a_problem_left_out_is_chosen_for_by_the_others(tmp_path: Path) -> None:
+    """By the larger problem 12_persistent is the fastest, and by the smaller one 11_pingpong is."""
+    stages, data = registry.CUDA_STAGES, written(tmp_path, ROWS)
+    found = {one.problem: one for one in left_out(H200, stages, data)}
+    assert {problem: one.choice.stage.id for problem, one in found.items()} == {
+        SMALL: "12_persistent",
+        LARGE: "11_pingpong",
+    }
+    assert (found[SMALL].time_us, found[SMALL].least_us) == (7.3, 6.7)
+    assert found[SMALL].choice.row in ROWS[:3], "foretold by the other problem"
+    text = left_out_table({"the ladder": [*found.values()], "for decoding": left_out(H200, registry.DECODE, data)})
+    assert "| the ladder | 2 | 1.066 | 1.090 |" in text
+    assert "decoding" not in text
 
 
 def plainly(

@@ -7,8 +7,9 @@ Of every stage and problem it has the fastest variant of the newest round of tun
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from flashlab.core.errors import NoDataError
@@ -217,3 +218,48 @@ def held_against(gpu_slug: str, data: Path = DATA) -> list[Held]:
             )
         )
     return sorted(found, key=lambda one: (one.ratio is None, one.ratio or 0.0, one.problem))
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """What is chosen for a problem of a table by all other problems of it, and what the table has of that."""
+
+    problem: Problem
+    choice: Choice
+    """The first that the table has a time of at the problem."""
+    time_us: float
+    """The choice's, at the problem."""
+    least_us: float
+    """Of the stages there, the choice among them."""
+
+
+LEAST_STAGES = 3
+"""A problem is left out where the table has so many stages: of fewer nearly any choice is the best."""
+
+
+def left_out(gpu_slug: str, stages: Iterable[str], data: Path = DATA) -> list[LeftOut]:
+    """How good the choice is where nobody measured: each problem of a GPU's table left out, and chosen by the others.
+
+    Args:
+        stages: ids; a problem's other rows do not count.
+
+    Raises:
+        DamagedRecordError: the table cannot be read.
+    """
+    found, able = choice.table(gpu_slug, data), {*stages}
+    by_problem = grouped(found.rows if found else (), lambda row: row.problem)
+    made = []
+    for problem in sorted(by_problem):
+        times: dict[str, float] = {}
+        for row in by_problem[problem]:
+            if row.stage in able and not registry.get(row.stage).by_name_only:
+                times[row.stage] = min(row.time_us, times.get(row.stage, math.inf))
+        if found is None or len(times) < LEAST_STAGES:
+            continue
+        others = replace(found, rows=tuple(row for row in found.rows if row.problem != problem))
+        ranked = choice.choices(problem, others, found.arch, found.sm_count, (others,))
+        taken = next((one for one in ranked if one.stage.id in times), None)
+        if taken is not None:
+            its_us = times[taken.stage.id]
+            made.append(LeftOut(problem=problem, choice=taken, time_us=its_us, least_us=min(times.values())))
+    return made

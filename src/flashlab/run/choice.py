@@ -335,11 +335,11 @@ def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, dat
         return Ranking(None, ())
     found, others = tables[0], tables[1:]
     lenders, sms = _lenders(arch, tables), sm_count or found.sm_count
-    own = Ranking(found, _choices(problem, found, arch, sms, lenders))
+    own = Ranking(found, choices(problem, found, arch, sms, lenders))
     lacking = [stage for stage in _able(problem, arch) if not found.rows_of(stage, problem.head_dim)]
     if found.gpu != gpu or not others or others[0].arch != arch or not lacking:
         return own
-    theirs = Ranking(others[0], _choices(problem, others[0], arch, sms, others[:1]))
+    theirs = Ranking(others[0], choices(problem, others[0], arch, sms, others[:1]))
     if not theirs.choices or theirs.choices[0].stage not in lacking:
         return own
     return own if own.choices and _from_a_model(own.choices[0]) < _from_a_model(theirs.choices[0]) else theirs
@@ -364,11 +364,10 @@ def _able(problem: Problem, arch: str) -> Iterator[Stage]:
 
 
 @lru_cache(maxsize=1024)
-def _choices(
-    problem: Problem, found: Table, arch: str, sm_count: int, lenders: tuple[Table, ...]
-) -> tuple[Choice, ...]:
+def choices(problem: Problem, found: Table, arch: str, sm_count: int, lenders: tuple[Table, ...]) -> tuple[Choice, ...]:
+    """The stages that run a problem, by the rows of one table and the tunables of `lenders`: see the module."""
     distances = found.distances(problem, found.sm_count / sm_count)
-    choices = []
+    made = []
     for stage in _able(problem, arch):
         rows = found.rows_of(stage, problem.head_dim)
         if not rows:
@@ -386,12 +385,12 @@ def _choices(
         fixed_us = (DECODE_FIXED_SHARE if tile.decodes else FIXED_SHARE) * found.least_us
         fixed_us = min(fixed_us, row.time_us)
         time_us = row.time_us if more == 1 else fixed_us + (row.time_us - fixed_us) * more
-        choices.append(Choice(stage, taken, time_us, row, tuned_on, far))
+        made.append(Choice(stage, taken, time_us, row, tuned_on, far))
 
     def weighted_us(choice: Choice) -> float:
         return choice.time_us * math.pow(FARTHER, max(choice.distance, choice.row.problem != problem))
 
-    return tuple(sorted(choices, key=weighted_us))
+    return tuple(sorted(made, key=weighted_us))
 
 
 def stage_for(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, data: Path = DATA) -> Stage:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from flashlab.core.paths import DATA
@@ -130,6 +131,21 @@ def choices_table(held: Sequence[tuned.Held]) -> str:
     ]
     header = ("problem", "stage", "differs from the defaults", "µs", "SDPA, µs", "times faster", "run")
     return f"{tuned.tally(held)}\n\n{tables.markdown(header, lines, left=3)}"
+
+
+def left_out_table(kinds: Mapping[str, Sequence[tuned.LeftOut]]) -> str:
+    """How good the choice is at problems that are left out of the table, by what the stages are for, as Markdown."""
+    lines: list[list[tables.Cell]] = []
+    for kind, found in kinds.items():
+        slower = [one.time_us / one.least_us for one in found]
+        off = [math.exp(abs(math.log(one.choice.time_us / one.time_us))) for one in found]
+        if found:
+            worst = found[slower.index(max(slower))]
+            where = f"{worst.problem.label}: {worst.choice.stage.id}" if max(slower) > 1 else None
+            numbers = (geometric_mean(slower), max(slower), geometric_mean(off))
+            lines.append([kind, str(len(found)), *(f"{one:.3f}" for one in numbers), where])
+    header = ("stages", "problems", "time over the fastest there", "at most", "prediction off by", "the worst")
+    return tables.markdown(header, lines) if lines else "*The table has no problem with stages to choose from.*"
 
 
 def levers_table(found: Mapping[Key, Sequence[Trial]]) -> str:
