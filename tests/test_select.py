@@ -35,10 +35,13 @@ def test_a_later_run_of_one_stage_does_not_hide_the_ladder(data: Path) -> None:
     assert select.load(GPU, data).rows(FIRST) == before
 
 
-def test_a_later_whole_run_replaces_the_earlier(data: Path) -> None:
-    later = "20990101T000000Z-4567def"
+def test_a_later_whole_run_beside_a_library_replaces_the_earlier(data: Path) -> None:
+    before, later = select.load(GPU, data).rows(FIRST), "20990101T000000Z-4567def"
+    path = data / GPU / "runs" / f"{later}.jsonl"
     for stage_id in registry.STAGES:
-        store.append(data / GPU / "runs" / f"{later}.jsonl", measurement(stage_id, FIRST, run=later, seed=5))
+        store.append(path, measurement(stage_id, FIRST, run=later, seed=5))
+    assert select.load(GPU, data).rows(FIRST) == before, "the last kernel and the libraries must be of one session"
+    store.append(path, measurement("fa4", FIRST, run=later, seed=5))
     shown = select.load(GPU, data)
     assert {row.run for row in shown.rows(FIRST) if row.kind == "stage"} == {later}
     assert {row.kind for row in select.elsewhere(shown.rows(FIRST))} == {"peer"}
@@ -391,10 +394,11 @@ def test_a_library_without_a_time_is_shown_from_a_later_session_that_has_one(tmp
     without = _timed("flex", FIRST, shown, 1.0).model_copy(
         update={"status": status, "reason": "made up", "samples": ()}
     )
-    _write(tmp_path, shown, *(_timed(name, FIRST, shown, 9.0) for name in ("00_naive", "01_coalesced")), without)
+    timed = (_timed(name, FIRST, shown, 9.0) for name in ("00_naive", "01_coalesced", "sdpa"))
+    _write(tmp_path, shown, *timed, without)
     _write(tmp_path, later, _timed("01_coalesced", FIRST, later, 9.0), _timed("flex", FIRST, later, 8.0))
     rows = {row.name: row.run for row in select.load(GPU, tmp_path).rows(FIRST)}
-    assert rows == {"00_naive": shown, "01_coalesced": shown, "flex": later}
+    assert rows == {"00_naive": shown, "01_coalesced": shown, "sdpa": shown, "flex": later}
 
 
 def test_other_machine_code_fills_nothing_in(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@
 runs of one commit on one GPU, each begun within six hours of the one before) that hold rows of it, or its single runs
 where rows are compared with each other: a ratio means most between rows that were interleaved. Of sessions, the one
 whose last rung stands highest on the ladder wins: what most readers compare is the last kernel with the libraries.
-Sessions in which that kernel had other machine code than in the newest are out. Of those that are left, the one that
-tried most of what the policy covers wins; of several, the newest. So a later run of one stage does not hide the ladder.
+Sessions in which that kernel had other machine code than in the newest are out. Of those that are left, one that timed
+a library there comes first, then the one that tried most of what the policy covers; of several, the newest. So a later
+run of one stage hides neither the ladder nor the libraries that it is held against.
 
 In a session a problem's rows come from the run that tried most of the ladder there, then of what the policy covers,
 then from the one that took samples in most states, then from the newest; what that run did not try is filled in from
@@ -179,7 +180,12 @@ def select(rows: Iterable[Measurement], sessions: Mapping[str, str], policy: Pol
         tried = {key: _tried(by_name, policy.covers) for key, by_name in merged.items()}
         best = max(
             _of_the_last(merged, policy.covers) if policy.within == "session" and not policy.as_named else merged,
-            key=lambda key: (policy.as_named and sum(map(_is_as_named, tried[key])), len(tried[key]), key),
+            key=lambda key: (
+                policy.as_named and sum(map(_is_as_named, tried[key])),
+                any(row.samples for row in merged[key].values() if row.kind == "peer"),
+                len(tried[key]),
+                key,
+            ),
         )
         by_name = merged[best]
         if policy.within == "session" and policy.fill:
