@@ -89,6 +89,14 @@ else:
 """
 
 
+@pytest.fixture(autouse=True)
+def compiled_alike(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile with line information and without in fresh processes, into a cache of their own: in a process that had
+    compiled much else before, NVRTC has made other machine code of one of the two."""
+    monkeypatch.setattr(compiler, "_ALTERS_NVRTC", ("pytest",))
+    monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path_factory.getbasetemp() / "cache_of_profiles"))
+
+
 @pytest.fixture
 def ncu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A program named ncu that follows a plan; returns what it was asked."""

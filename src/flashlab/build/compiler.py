@@ -577,7 +577,8 @@ def _by_nvrtc(request: _Request) -> tuple[bytes, dict[str, Any]]:
 _LINE_INFO = "-lineinfo"
 _ALTERS_NVRTC = ("torch", "cupy")
 """Packages after whose work in a process the same NVRTC makes other code of the same source: seen after torch 2.11 had
-run a scaled_dot_product_attention, with NVRTC 13.0.88. A process that has loaded one compiles in another."""
+run a scaled_dot_product_attention, with NVRTC 13.0.88. A process that has loaded one compiles in another. Without them
+it was seen once, in a process of tests that had compiled hundreds of kernels."""
 _ELSEWHERE = (
     "import pickle, sys; path, work = pickle.load(sys.stdin.buffer); sys.path[:] = path; "
     "from flashlab.build.compiler import _run_here; done = _run_here(*pickle.loads(work)); "
