@@ -232,9 +232,9 @@ def test_readme_folder_map_names_every_subpackage() -> None:
     assert packages <= set(re.findall(r"^  ([a-z]+)/ ", tree, re.MULTILINE))
 
 
-def test_somebody_is_told_of_every_script() -> None:
-    told = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", *(ROOT / "site").glob("*.md"))
-    texts = "".join(path.read_text(encoding="utf-8") for path in (*told, ROOT / "pyproject.toml"))
+def test_every_script_is_documented() -> None:
+    pages = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "Makefile", *(ROOT / "site").glob("*.md"))
+    texts = "".join(path.read_text(encoding="utf-8") for path in (*pages, ROOT / "pyproject.toml"))
     programs = (path.name for path in (ROOT / "scripts").iterdir() if path.suffix in (".py", ".sh"))
     assert not [name for name in programs if name not in texts]
 

@@ -246,15 +246,17 @@ def left_out(gpu_slug: str, stages: Iterable[str], data: Path = DATA) -> list[Le
     Raises:
         DamagedRecordError: the table cannot be read.
     """
-    found, able = choice.table(gpu_slug, data), {*stages}
-    by_problem = grouped(found.rows if found else (), lambda row: row.problem)
+    found = choice.table(gpu_slug, data)
+    if found is None:
+        return []
+    able, by_problem = {*stages}, grouped(found.rows, lambda row: row.problem)
     made = []
     for problem in sorted(by_problem):
         times: dict[str, float] = {}
         for row in by_problem[problem]:
             if row.stage in able and not registry.get(row.stage).by_name_only:
                 times[row.stage] = min(row.time_us, times.get(row.stage, math.inf))
-        if found is None or len(times) < LEAST_STAGES:
+        if len(times) < LEAST_STAGES:
             continue
         others = replace(found, rows=tuple(row for row in found.rows if row.problem != problem))
         ranked = choice.choices(problem, others, found.arch, found.sm_count, (others,))
