@@ -507,7 +507,7 @@ def against(found: Sequence[contests.AgainstPeers]) -> str:
             partly.append(f"at {several(count, 'problem')} {when}")
     if partly:
         said.append(
-            f"A{' and '.join(partly)[1:]} the run left out one of {_titles(contests.FASTEST)} that takes such "
+            f"{' and '.join(partly).capitalize()} the run left out one of {_titles(contests.FASTEST)} that takes such "
             "problems; the table names it, and the ratio may be too high."
         )
     return "\n".join(said)
