@@ -283,7 +283,8 @@ def test_an_unknown_gpu_gets_the_tunables_that_its_kin_borrows(data: Path) -> No
 
 
 def test_a_stage_that_a_gpu_never_timed_wins_where_its_kin_takes_it(data: Path) -> None:
-    written(data, [row(PINGPONG, LARGE, 600.0), row(SWIZZLE, SMALL, 5.0, tile_q=128)], slug="nvidia-h100-pcie")
+    small = [row(SWIZZLE, SMALL, 5.0, tile_q=128), row(PINGPONG, SMALL, 9.0, tile_q=64)]
+    written(data, [row(PINGPONG, LARGE, 600.0), *small], slug="nvidia-h100-pcie")
     taken = first(LARGE, data, "nvidia-h100-pcie")
     assert (taken.stage, taken.time_us) == (PERSISTENT, 513.0)
     taken = first(SMALL, data, "nvidia-h100-pcie")
@@ -292,6 +293,19 @@ def test_a_stage_that_a_gpu_never_timed_wins_where_its_kin_takes_it(data: Path) 
     explained = flashlab_explain(LARGE, gpu="nvidia-h100-pcie", data=data)
     assert explained["kin"] == H200
     assert explained["lent"].startswith("nvidia-h100-pcie has no records of that stage at that head dim")
+
+
+def test_a_problem_that_its_kin_alone_timed_a_stage_at_gets_its_kins_choice(data: Path) -> None:
+    """One time of a new stage elsewhere must not hide what the kin measured of it here."""
+    near = replace(SMALL, batch=2)
+    written(data, [*ROWS, row(PINGPONG, near, 7.0, tile_q=64, NUM_CONSUMERS=1)])
+    own = [row(SWIZZLE, near, 8.0, tile_q=128), row(PINGPONG, SMALL, 8.0, variants=0, tile_q=64, NUM_CONSUMERS=1)]
+    written(data, own, slug="nvidia-h100-80gb-hbm3")
+    explained = flashlab_explain(near, gpu="nvidia-h100-80gb-hbm3", data=data)
+    assert (explained["stage"], explained["predicted_us"], explained["kin"]) == ("11_pingpong", 7.0, H200)
+    assert explained["lent"].startswith("nvidia-h100-80gb-hbm3 has no time of that stage at that problem, so its nearest")
+    written(data, [*own, row(PINGPONG, near, 9.0, variants=0, tile_q=64)], slug="nvidia-h100-80gb-hbm3")
+    assert first(near, data, "nvidia-h100-80gb-hbm3").stage is SWIZZLE, "it has timed what its kin takes"
 
 
 def test_a_stage_that_its_kin_timed_farther_from_a_model_does_not_win(data: Path) -> None:
@@ -535,7 +549,7 @@ def test_explain_predicts_no_less_than_a_launch_takes(data: Path, tmp_path: Path
     found = as_json(data, "1x8x256x64")
     assert found["predicted_us"] == 6.7
     assert found["reason"].endswith(
-        " Scaled to this problem that is 5.0 µs, but no launch of 11_pingpong on record took less than 6.7 µs, which "
+        " Scaled to this problem that is 6.4 µs, but no launch of 11_pingpong on record took less than 6.7 µs, which "
         "is predicted."
     )
     assert "but no launch" not in as_json(data, "1x8x512x64")["reason"]

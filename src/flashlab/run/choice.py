@@ -27,8 +27,10 @@ that a time from p itself comes first. Head dims must agree: they are other kern
 A GPU without a table gets that of its nearest kin: the same architecture, then the nearest compute capability, then the
 nearest number of SMs. Tunables are taken over within an architecture alone; on another one a stage has its defaults.
 
-A table may lack a stage, which then cannot win there. Where the nearest kin of the same architecture would take such a
-stage, its choice counts, unless its times are farther from a model's calls (`AS_IN_A_MODEL`) than the GPU's own.
+A table may lack a stage, which then cannot win there, or a stage's time at p. Where the nearest kin of the same
+architecture would take such a stage, and of the latter kind has that time, its choice counts, unless its times are
+farther from a model's calls (`AS_IN_A_MODEL`) than the GPU's own. Times of decoding are the memory's, which kin differ
+in: of those stages a time at p is not taken over.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ from flashlab.record.schema import Choices
 FILE = "tuned.json"
 FARTHER = 1.1
 """What a time counts for each unit of distance of the problem that it is from."""
-FIXED_SHARE, DECODE_FIXED_SHARE = 0.5, 1.35
+FIXED_SHARE, DECODE_FIXED_SHARE = 0.9, 1.35
 """Of the least time in the table; the latter of stages for decoding. The three numbers are such that a problem left out
 of the table gets nearly the stage that is fastest there (tests/test_choice.py)."""
 IDLE = 4.0
@@ -336,13 +338,20 @@ def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, dat
     found, others = tables[0], tables[1:]
     lenders, sms = _lenders(arch, tables), sm_count or found.sm_count
     own = Ranking(found, choices(problem, found, arch, sms, lenders))
-    lacking = [stage for stage in _able(problem, arch) if not found.rows_of(stage, problem.head_dim)]
-    if found.gpu != gpu or not others or others[0].arch != arch or not lacking:
+    if found.gpu != gpu or not others or others[0].arch != arch:
         return own
     theirs = Ranking(others[0], choices(problem, others[0], arch, sms, others[:1]))
-    if not theirs.choices or theirs.choices[0].stage not in lacking:
+    if not theirs.choices or not _lacks(own, theirs.choices[0], problem):
         return own
     return own if own.choices and _from_a_model(own.choices[0]) < _from_a_model(theirs.choices[0]) else theirs
+
+
+def _lacks(own: Ranking, taken: Choice, problem: Problem) -> bool:
+    """Whether a table has less of a stage than its kin, which takes it: see the module."""
+    mine = next((one for one in own.choices if one.stage is taken.stage), None)
+    if mine is None or taken.stage.id in registry.DECODE:
+        return mine is None
+    return taken.row.problem == problem != mine.row.problem
 
 
 def _lenders(arch: str, tables: Iterable[Table]) -> tuple[Table, ...]:

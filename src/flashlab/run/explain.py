@@ -41,7 +41,6 @@ def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None
     ranking = choice.rank(problem, name, arch, sm_count, data)
     kin = ranking.table.gpu if ranking.table is not None and ranking.table.gpu != name else None
     carries, differs = times_carry_over(name, kin) if kin else (True, "")
-    lacking = "table of choices" if choice.table(name, data) is None else "records of that stage at that head dim"
     if ranking.choices:
         chosen, *others = (flat(problem, taken, ranking.table, carries=carries) for taken in ranking.choices[:3])
         why = reason(problem, ranking, kin)
@@ -58,9 +57,20 @@ def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None
         **chosen,
         "reason": why,
         "kin": kin,
-        "lent": f"{name} has no {lacking}, so its nearest kin, {kin}, chooses. {differs}" if kin else "",
+        "lent": f"{name} has no {_lacking(problem, name, ranking, data)}, so its nearest kin, {kin}, chooses. {differs}"
+        if kin
+        else "",
         "runners_up": others,
     }
+
+
+def _lacking(problem: Problem, gpu: str, ranking: Ranking, data: Path) -> str:
+    """What a GPU lacks, where its kin chooses, for people."""
+    table = choice.table(gpu, data)
+    if table is None:
+        return "table of choices"
+    at_all = table.rows_of(ranking.choices[0].stage, problem.head_dim)
+    return "time of that stage at that problem" if at_all else "records of that stage at that head dim"
 
 
 def _device(gpu: str | None, arch: str | None, data: Path) -> tuple[str, str, int | None]:
