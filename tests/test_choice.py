@@ -303,7 +303,9 @@ def test_a_problem_that_its_kin_alone_timed_a_stage_at_gets_its_kins_choice(data
     written(data, own, slug="nvidia-h100-80gb-hbm3")
     explained = flashlab_explain(near, gpu="nvidia-h100-80gb-hbm3", data=data)
     assert (explained["stage"], explained["predicted_us"], explained["kin"]) == ("11_pingpong", 7.0, H200)
-    assert explained["lent"].startswith("nvidia-h100-80gb-hbm3 has no time of that stage at that problem, so its nearest")
+    assert explained["lent"].startswith(
+        "nvidia-h100-80gb-hbm3 has no time of that stage at that problem, so its nearest"
+    )
     written(data, [*own, row(PINGPONG, near, 9.0, variants=0, tile_q=64)], slug="nvidia-h100-80gb-hbm3")
     assert first(near, data, "nvidia-h100-80gb-hbm3").stage is SWIZZLE, "it has timed what its kin takes"
 
