@@ -8,6 +8,7 @@ import re
 import struct
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 
@@ -534,6 +535,25 @@ def test_a_changed_common_header_changes_the_entry(
     second = naive()
     assert not second.cached
     assert second.sha256 != first.sha256
+
+
+def test_what_nobody_uses_for_days_is_deleted_once_a_day(tmp_path: Path, empty_cache: Path) -> None:
+    def aged(days: float, *files: Path) -> None:
+        for file in files:
+            os.utime(file, times=(time.time() - days * 86400,) * 2)
+
+    def cached(*values: int) -> list[bool]:
+        return [build(tmp_path, value=value).cached for value in values]
+
+    assert cached(1, 2) == [False, False]
+    aged(6, *empty_cache.glob("*/facts.json"))
+    assert cached(2) == [True], "used now"
+    assert cached(3) == [False]
+    assert len([*empty_cache.iterdir()]) == 3, "looked at today"
+    aged(1.1, empty_cache.parent / "trimmed")
+    assert cached(4) == [False]
+    assert len([*empty_cache.iterdir()]) == 3
+    assert cached(2, 3, 4, 1) == [True, True, True, False], "the one that nobody used is gone"
 
 
 def test_another_compiler_changes_the_entry(tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
 """The compile cache: one folder an entry, named by the digest of everything that decides what is in it.
 
 An entry is put in place by one rename. Who wants one that another thread or process is making waits for it, so that
-nothing is compiled twice; a damaged one is made anew.
+nothing is compiled twice; a damaged one is made anew. As in Go's build cache, one that nobody has used for days is
+deleted, which is looked for once a day, when an entry is made.
 """
 
 from __future__ import annotations
@@ -9,8 +10,11 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
+import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +25,13 @@ from flashlab.core.paths import cache_dir, digest, writable_dir
 
 _FORMAT = 3
 _FACTS = "facts.json"
+_TRIMMED = "trimmed"
+"""A file whose time of change is that of the last look for entries to delete."""
+_DAY_S = 24 * 3600.0
+_UNUSED_S = 5 * _DAY_S
+"""How long an entry is kept that nobody uses."""
+_NOTED_S = 3600.0
+"""How old the note of an entry's last use may be."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +62,9 @@ def entry(kind: str, key: object, files: Sequence[str], make: Callable[[Path], M
     writable_dir(folder.parent, "the compile cache (the environment variable FLASHLAB_CACHE names another)")
     with _locked(folder.with_name(f"{folder.name}.lock")):
         facts = _read(folder, files)
-        return Entry(folder, facts or _make(folder, files, make), cached=facts is not None)
+        made = Entry(folder, facts or _make(folder, files, make), cached=facts is not None)
+    _trim()
+    return made
 
 
 def _read(folder: Path, files: Sequence[str]) -> dict[str, Any] | None:
@@ -63,9 +76,37 @@ def _read(folder: Path, files: Sequence[str]) -> dict[str, Any] | None:
         content = json.loads(body)
         facts: dict[str, Any] = content["facts"]
         sound = all(content["digests"][name] == digest((folder / name).read_bytes()) for name in files)
+        if sound:
+            _note_use(folder / _FACTS)
         return facts if sound else None
     except (OSError, ValueError, KeyError):
         return None
+
+
+def _age_s(path: Path) -> float:
+    """Seconds since a file was changed, or an entry used, whose facts it holds; infinite where it is gone."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return math.inf
+
+
+def _note_use(facts: Path) -> None:
+    if _age_s(facts) > _NOTED_S:
+        with contextlib.suppress(OSError):  # a cache that others fill, and this user only reads
+            os.utime(facts)
+
+
+def _trim() -> None:
+    """Delete what nobody has used for long; nothing where that was looked for within a day."""
+    stamp = cache_dir() / _TRIMMED
+    if _age_s(stamp) < _DAY_S:
+        return
+    with contextlib.suppress(OSError):
+        stamp.touch()
+        for facts in cache_dir().glob(f"*/*/{_FACTS}"):
+            if _UNUSED_S < _age_s(facts) < math.inf:
+                shutil.rmtree(facts.parent, ignore_errors=True)
 
 
 def _make(folder: Path, files: Sequence[str], make: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
