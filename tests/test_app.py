@@ -505,10 +505,10 @@ def test_bench_takes_part_of_a_suite(run: Run, tmp_path: Path, monkeypatch: pyte
     assert run(*lengths, "--head-dim", "64", "--length", "512", "--length", "16384").code == 0
     assert [problem.shape for problem in asked["problems"]] == ["64x16x512x64", "2x16x16384x64"]
     assert asked["plan"] == bench.plan_of("lengths")
-    run(*lengths, "--length", "512", "--sustained", "7", "--sustained-on", "sdpa,fa3", "--samples", "9", "--cold", "2")
+    run(*lengths, "--length", "512", "--sustained", "7", "--sustained-on", "17,sdpa", "--samples", "9", "--cold", "2")
     plan = asked["plan"]
     assert (plan.samples, plan.cold_samples, plan.sustained_seconds) == (9, 2, 7.0)
-    assert (plan.sustained_shapes, plan.sustained_names) == (None, ("sdpa", "fa3"))
+    assert (plan.sustained_shapes, plan.sustained_names) == (None, ("17_around_the_loop", "sdpa"))
     refused = run(*lengths, "--length", "513")
     assert refused.code == 1
     assert "lengths 512, 1024, 2048, 4096, 8192, 16384" in refused.err

@@ -88,7 +88,7 @@ def bench(
         "cold_samples": cold,
         "step_samples": step,
         "sustained_seconds": sustained,
-        "sustained_names": None if sustained_on is None else tuple(opt.names_in(sustained_on) or ()),
+        "sustained_names": None if sustained_on is None else tuple(opt.stages_or_libraries_in(sustained_on) or ()),
         "lse": lse,
     }
     changes: dict[str, Any] = {name: value for name, value in plan.items() if value is not None}

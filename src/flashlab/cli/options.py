@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flashlab.core.errors import ParameterError, refuse_unknown
+from flashlab.core.errors import ParameterError, UnknownStageError, refuse_unknown
 from flashlab.core.inputs import ALL, KINDS
 from flashlab.core.paths import DATA, require_checkout, slug
 from flashlab.core.problem import UNLIMITED, DType, Mask
@@ -41,6 +41,23 @@ def stages_in(text: str | None) -> list[str] | None:
     """
     found: list[str] | None = _resolve(names_in(text))
     return found
+
+
+def stages_or_libraries_in(text: str | None) -> list[str] | None:
+    """As `names_in`: a unique prefix of a stage's id becomes that id, and other names stay.
+
+    Raises:
+        ParameterError: nothing but commas.
+    """
+
+    def known(name: str) -> str:
+        try:
+            return str(_resolve(name))
+        except UnknownStageError:
+            return name
+
+    names = names_in(text)
+    return None if names is None else list(map(known, names))
 
 
 def sources(texts: Sequence[str] | None) -> dict[str, Path]:
