@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from typing import Any
 
 import ml_dtypes
@@ -9,6 +12,7 @@ import numpy as np
 import pytest
 from shared import needs_compiler
 
+from flashlab.core.paths import SITE
 from flashlab.core.problem import DTYPES, DType, Mask, Problem
 from flashlab.kernels.registry import DEAD_ENDS, STAGES
 from flashlab.run.attention import emulate
@@ -121,3 +125,15 @@ def test_a_row_may_begin_with_scores_of_minus_infinity(stage: str, dtype: DType)
 @_each({})
 def test_a_whole_tile_may_have_scores_of_minus_infinity(stage: str, dtype: DType) -> None:
     _ignores_minus_infinity(stage, dtype, 512, slice(384, 512), -40.0)
+
+
+def test_the_lines_that_show_the_price_of_an_old_reference_print_what_the_page_says() -> None:
+    """No kernel: what the Correctness page claims of rounding alone."""
+    page = (SITE / "correctness.md").read_text(encoding="utf-8")
+    match = re.search(r"```python\n(import numpy.*?)```\n+```\n(.*?)```", page, re.DOTALL)
+    assert match is not None
+    code, said = match.groups()
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    numbers, shown = (np.array([line.split() for line in text.split("\n") if line], float) for text in (printed, said))
+    assert shown.shape == (4, 3)
+    np.testing.assert_allclose(numbers, shown, atol=0.011)
