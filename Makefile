@@ -70,7 +70,7 @@ bundle: $(STAMPS)/dev ## wheels and provenance in build/bundle, for a GPU machin
 chart: $(BASE) ## draw the chart of README.md anew from data/
 	@$(PYTHON) scripts/chart.py $(ARGS)
 
-clean: ## remove what was built; .venv stays, and so does the compile cache, which drops what five days did not use
+clean: ## remove what was built; .venv and the compile cache stay
 	rm -rf build .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 
 $(BASE): $(LOCKED) scripts/install.sh
