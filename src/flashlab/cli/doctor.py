@@ -222,7 +222,7 @@ def repair(
         {"file": "path", "action": "action", "lines": lambda mend: list(mend.torn)},
         document=[{"file": mend.path, "action": mend.action, "lines": list(mend.torn)} for mend in done],
     )
-    damage = [] if dry_run else [one for name in gpus or known for one in store.verify(name, data)]
+    damage = [] if dry_run else [fault for name in gpus or known for fault in store.verify(name, data)]
     if damage:
         listed = "\n  ".join(map(str, damage))
         raise DamagedRecordError(f"wanted sound records, found what no repair may touch:\n  {listed}")

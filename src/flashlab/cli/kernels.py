@@ -52,7 +52,7 @@ def compile_(
     from flashlab.build import compiler
     from flashlab.kernels import registry
 
-    chosen = [registry.get(one) for one in _chosen(stage_ids, dead_ends)] if stage_ids or dead_ends else None
+    chosen = [registry.get(stage_id) for stage_id in _chosen(stage_ids, dead_ends)] if stage_ids or dead_ends else None
     jobs = compiler.jobs(chosen, arch or registry.ARCHS)
     if not jobs:
         able = "; ".join(f"{stage.id} for {', '.join(stage.archs)}" for stage in chosen or ())

@@ -230,12 +230,14 @@ def _tune_plan(plan: Path, options: Options, *, dry_run: bool, **wanted: Any) ->
         )
     if dry_run:
         columns = ("stage", "problem", "variants", "beside")
-        cells = ((one.key.stage, one.key.problem.label, len(one.variants), one.peers) for one in tasks)
+        cells = (
+            (planned.key.stage, planned.key.problem.label, len(planned.variants), planned.peers) for planned in tasks
+        )
         answer([dict(zip(columns, row, strict=True)) for row in cells], columns)
         say(f"about {module.estimate_s(tasks):.0f} s with the start; nothing was measured")
         return
     with following("tuning") as follow:
-        _show_tuned([[one] for one in module.tune_all(tasks, options=replace(options, progress=follow))])
+        _show_tuned([[result] for result in module.tune_all(tasks, options=replace(options, progress=follow))])
 
 
 def _show_tuned(tunings: Sequence[Sequence[Task]]) -> None:

@@ -39,8 +39,8 @@ def stages_in(text: str | None) -> list[str] | None:
     Raises:
         UnknownStageError, ParameterError: no stage begins so, or several do; nothing but commas.
     """
-    found: list[str] | None = _resolve(names_in(text))
-    return found
+    stage_ids: list[str] | None = _resolve(names_in(text))
+    return stage_ids
 
 
 def stages_or_libraries_in(text: str | None) -> list[str] | None:
@@ -107,7 +107,7 @@ def _known_arch(value: Any) -> Any:
     from flashlab.kernels.registry import ARCHS
 
     given = value if isinstance(value, list | tuple) else (value,)
-    refuse_unknown("arch", ARCHS, *(one for one in given if one is not None))
+    refuse_unknown("arch", ARCHS, *(arch for arch in given if arch is not None))
     return value
 
 

@@ -84,17 +84,17 @@ def results(
             f"--against-peers: wanted no --regime, --cache, --window or --softcap beside it, got {given}. It shows "
             "bursts and sustained load side by side, with a hot L2; --shape, --dtype, --mask and --inputs go with it"
         )
-    wanted = {"shape": Problem.parse(shape).shape if shape else None, "dtype": dtype, "mask": mask}
+    conditions = {"shape": Problem.parse(shape).shape if shape else None, "dtype": dtype, "mask": mask}
 
     if damaged := store.verify(name, data):
         say("\n".join(f"damaged: {damage}" for damage in damaged))
         say(f"Lines that are no record are left out; `flashlab repair {name}` mends what can be mended")
     if against_peers:
-        _against_peers(name, data, wanted, kinds)
+        _against_peers(name, data, conditions, kinds)
         return
     asked = (f"--window {window}" if window else None, f"--softcap {softcap:g}" if softcap else None)
-    what = " ".join(filter(None, (*wanted.values(), *asked, inputs)))
-    rows = _rows(name, data, {**wanted, **opt.features(window, softcap)}, kinds, what)
+    what = " ".join(filter(None, (*conditions.values(), *asked, inputs)))
+    rows = _rows(name, data, {**conditions, **opt.features(window, softcap)}, kinds, what)
     state: tuple[Regime, Cache] = (regime or "burst", cache or "hot")
     if (regime or cache) and not any(row.samples_of(*state) for row in rows):
         states = sorted({(samples.regime, samples.cache) for row in rows for samples in row.samples})
@@ -109,7 +109,7 @@ def results(
     answer(flat, RUN_COLUMNS, title=title)
 
 
-def _rows(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Sequence[str], what: str) -> list[Measurement]:
+def _rows(gpu: str, data: Path, conditions: Mapping[str, Any], kinds: Sequence[str], what: str) -> list[Measurement]:
     """The rows that the report shows of the problems that are wanted, else those off the ladder.
 
     Raises:
@@ -122,31 +122,35 @@ def _rows(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Sequence[str],
         yield select.beyond(gpu, data, kinds)
 
     for recorded in problems(kinds):
-        asked = [one for one in recorded if all(value in (None, getattr(one, name)) for name, value in wanted.items())]
+        asked = [
+            candidate
+            for candidate in recorded
+            if all(value in (None, getattr(candidate, name)) for name, value in conditions.items())
+        ]
         if asked:
             return [row for problem in asked for row in recorded[problem]]
     every = {problem: None for recorded in problems(tuple(KINDS)) for problem in recorded}
-    near = sorted(every, key=lambda problem: _apart(problem, wanted, kinds))[:NEAREST]
+    near = sorted(every, key=lambda problem: _apart(problem, conditions, kinds))[:NEAREST]
     raise NoDataError(
         f"wanted rows of {what} on {gpu}, found none. Nearest of {len(every)} recorded problems: "
         f"{'; '.join(problem.label for problem in near)}"
     )
 
 
-def _apart(problem: Problem, wanted: Mapping[str, Any], kinds: Sequence[str]) -> float:
+def _apart(problem: Problem, conditions: Mapping[str, Any], kinds: Sequence[str]) -> float:
     """How far a recorded problem is from what is asked for: factors of two in sizes, and one for all else."""
-    asked = {key: value for key, value in wanted.items() if key != "shape" and value is not None}
-    of = Problem.parse(wanted["shape"] or problem.shape)
+    asked = {key: value for key, value in conditions.items() if key != "shape" and value is not None}
+    of = Problem.parse(conditions["shape"] or problem.shape)
     far: float = sum(abs(math.log2(getattr(problem, name) / getattr(of, name))) for name in SIZES)
     unlike: int = sum(getattr(problem, key) != value for key, value in asked.items())
     return far + unlike + (problem.inputs not in kinds)
 
 
-def _against_peers(gpu: str, data: Path, wanted: Mapping[str, Any], kinds: Sequence[str]) -> None:
+def _against_peers(gpu: str, data: Path, conditions: Mapping[str, Any], kinds: Sequence[str]) -> None:
     """Our best stage against the best library, a row a problem."""
     from flashlab.query import contests
 
-    pairs = [pair for pair in contests.against_peers(gpu, data, kinds) if matching([pair.problem], **wanted)]
+    pairs = [pair for pair in contests.against_peers(gpu, data, kinds) if matching([pair.problem], **conditions)]
     if not pairs:
         raise NoDataError(f"wanted such problems on {', '.join(kinds)} inputs among the records of {gpu}, found none")
     flat = [pair.flat() for pair in pairs]
@@ -198,7 +202,12 @@ def collect(
     from flashlab.record import collect as module
 
     collected = module.collect(folders, data.resolve(), commit=commit)
-    columns = {"gpu": "gpu", "from": "folder", "taken": lambda one: len(one.taken), "known": lambda one: len(one.known)}
+    columns = {
+        "gpu": "gpu",
+        "from": "folder",
+        "taken": lambda result: len(result.taken),
+        "known": lambda result: len(result.known),
+    }
     answer(collected, columns)
 
 
@@ -219,8 +228,8 @@ def compare(
     """
     from flashlab.query import compare as module
 
-    wanted = {"shape": Problem.parse(shape).shape if shape else None, "dtype": dtype, "mask": mask}
-    comparison = module.compare(before, after, data, **wanted)
+    conditions = {"shape": Problem.parse(shape).shape if shape else None, "dtype": dtype, "mask": mask}
+    comparison = module.compare(before, after, data, **conditions)
     rows = comparison.changes
     if chart is not None:
         from flashlab.show import charts
@@ -234,10 +243,10 @@ def compare(
         say(f"drawn in {chart}")
     columns = {
         **{"problem": "problem.label", "name": "name", "A µs": "before_us", "B µs": "after_us", "ratio": "ratio"},
-        "interval": lambda one: f"{one.low:.3f}–{one.high:.3f}",
+        "interval": lambda change: f"{change.low:.3f}–{change.high:.3f}",
         **{"starts": "starts", "verdict": "verdict"},
     }
-    changed = [one for one in rows if every or one.verdict != "same"]
+    changed = [change for change in rows if every or change.verdict != "same"]
     percent = comparison.noise_percent
     noise = "unknown, as no code is on record from two" if percent is None else f"{percent:.2f} %"
     document = {name: getattr(comparison, name) for name in ("sides", "differs", "noise_percent")}
@@ -245,11 +254,11 @@ def compare(
         changed,
         columns,
         title=f"{before} (A) and {after} (B); noise between starts {noise}",
-        document=document | {"changes": [{k: v for k, v in vars(one).items() if k != "rows"} for one in changed]},
+        document=document | {"changes": [{k: v for k, v in vars(change).items() if k != "rows"} for change in changed]},
     )
     for name, (ours, theirs) in comparison.differs.items():
         say(f"{name}: {ours} → {theirs}")
-    say(f"{len(rows) - sum(one.verdict == 'same' for one in rows)} of {len(rows)} times changed")
+    say(f"{len(rows) - sum(change.verdict == 'same' for change in rows)} of {len(rows)} times changed")
 
 
 COMMANDS = {"results": results, "collect": collect, "compare": compare}

@@ -71,11 +71,13 @@ def report(
 
 def _needed(planned: Plan, gpus: int = 1) -> str:
     """What is to be done and what it takes, in a line."""
-    left = [one for one in planned if one["state"] != "done"]
-    done = [one for one in planned if one["state"] == "done"]
-    cost, spent = (sum(one["cost"] or 0.0 for one in some) for some in (left, done))
-    minutes = max([sum(one["minutes"] for one in left) / max(gpus, 1), *(one["minutes"] for one in left)], default=0.0)
-    measured = sum(one["parameters"].get("source") == "measure" for one in left)
+    left = [cell for cell in planned if cell["state"] != "done"]
+    done = [cell for cell in planned if cell["state"] == "done"]
+    cost, spent = (sum(cell["cost"] or 0.0 for cell in some) for some in (left, done))
+    minutes = max(
+        [sum(cell["minutes"] for cell in left) / max(gpus, 1), *(cell["minutes"] for cell in left)], default=0.0
+    )
+    measured = sum(cell["parameters"].get("source") == "measure" for cell in left)
     text = f"{len(left)} of {len(planned)} cells to run, {measured} of them measure: about {minutes:.0f} min"
     text += f", costing about ${cost:.2f}" if cost else ""
     return text + (f"; spent so far ${spent:.2f}" if spent else "")
@@ -128,10 +130,10 @@ def sweep(
             ended = module.run(
                 chosen, out, data, timeout_s=timeout, ray=connected, available=available, say=say, live=follow
             )
-    for name in {one.gpu for one in chosen if one.measures}:
+    for name in {cell.gpu for cell in chosen if cell.measures}:
         upload.sync(name, data)
     answer(module.planned(chosen, out, data), COLUMNS)
-    if lacking := [f"{one.label}: {ended[one.id].why}" for one in chosen if ended[one.id].state != "done"]:
+    if lacking := [f"{cell.label}: {ended[cell.id].why}" for cell in chosen if ended[cell.id].state != "done"]:
         listed = "\n  ".join(lacking)
         raise ReportError(
             f"{len(lacking)} of {len(chosen)} cells are not done; `flashlab sweep resume` goes on:\n  {listed}"

@@ -43,7 +43,7 @@ def calculated(formula: str, values: Mapping[str, float]) -> float:
         raise ValueError(f"formula {formula!r}: wanted numbers and {', '.join(values)}, got {ast.unparse(node)!r}")
 
     try:
-        found: float = value(ast.parse(formula, mode="eval").body)
-        return found
+        result: float = value(ast.parse(formula, mode="eval").body)
+        return result
     except SyntaxError as error:
         raise ValueError(f"formula {formula!r}: {error}") from error

@@ -61,9 +61,9 @@ def _bias(nats: Callable[[Array], Array]) -> Change:
         head_dim = q.shape[3]
         held = float(ml_dtypes.bfloat16(math.sqrt(head_dim)))
         coarse_columns, fine_columns = bias_columns(head_dim)
-        wanted = nats(np.arange(k.shape[2], dtype=np.float64)) * math.sqrt(head_dim) / (held * len(coarse_columns))
-        coarse = wanted.astype(ml_dtypes.bfloat16).astype(np.float64)
-        for columns, values in ((coarse_columns, coarse), (fine_columns, wanted - coarse)):
+        bias = nats(np.arange(k.shape[2], dtype=np.float64)) * math.sqrt(head_dim) / (held * len(coarse_columns))
+        coarse = bias.astype(ml_dtypes.bfloat16).astype(np.float64)
+        for columns, values in ((coarse_columns, coarse), (fine_columns, bias - coarse)):
             for column in columns:
                 q[..., column] = held
                 k[..., column] = xp.asarray(values.astype(np.float32))
@@ -208,7 +208,7 @@ END = Kind(
     _bias(lambda j: -WAVE_NATS * (j <= j[-1] - END_KEYS)),
 )
 """For rows far apart: a last tile of few keys, whose first scores say nothing of the rest."""
-_KNOWN = KINDS | HOSTILE | {one.name: one for one in (SCALE8, END)}
+_KNOWN = KINDS | HOSTILE | {kind.name: kind for kind in (SCALE8, END)}
 
 
 def require(name: str) -> Kind:
@@ -247,7 +247,7 @@ def drawn(name: str) -> str:
         ParameterError: no kind of that name, or `trained`, which is not drawn.
     """
     if require(name).name == TRAINED:
-        others = ", ".join(one for one in KINDS if one != TRAINED)
+        others = ", ".join(kind for kind in KINDS if kind != TRAINED)
         raise ParameterError(
             f"inputs: wanted a kind that is drawn from a seed ({others}), got {TRAINED}, which a model on a GPU makes: "
             "`flashlab bench` measures it"

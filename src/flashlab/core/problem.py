@@ -230,7 +230,7 @@ def matching(problems: Iterable[Problem], **wanted: object) -> list[Problem]:
     For example `matching(suite("standard"), dtype="float16", head_dim=[64, 128])`.
     """
     values = {name: value if isinstance(value, list) else [value] for name, value in wanted.items() if value}
-    return [one for one in problems if all(getattr(one, name) in among for name, among in values.items())]
+    return [problem for problem in problems if all(getattr(problem, name) in among for name, among in values.items())]
 
 
 def suite(name: str) -> tuple[Problem, ...]:

@@ -126,10 +126,10 @@ class Peer:
             raise UnsupportedError(f"{self.name}: {limit}")
         if self.needs_memory and free_bytes is not None:
             # Scores and probabilities, with one temporary, and two float32 copies of a softmax that is done in float32.
-            wanted = problem.batch * problem.q_heads * problem.q_len * problem.kv_len * (3 * 2 + 2 * 4)
-            if wanted > free_bytes:
+            needed_bytes = problem.batch * problem.q_heads * problem.q_len * problem.kv_len * (3 * 2 + 2 * 4)
+            if needed_bytes > free_bytes:
                 raise UnsupportedError(
-                    f"{self.name} holds all scores in memory: about {wanted / 1e9:.1f} GB for {problem.label}; "
+                    f"{self.name} holds all scores in memory: about {needed_bytes / 1e9:.1f} GB for {problem.label}; "
                     f"{free_bytes / 1e9:.1f} GB are free"
                 )
 
@@ -634,7 +634,10 @@ def is_rival(name: str) -> bool:
 
 DISTRIBUTIONS = tuple(
     dict.fromkeys(
-        wanted for peer in PEERS.values() for _, wanted in peer.packages if not wanted.startswith("flashlab[")
+        requirement
+        for peer in PEERS.values()
+        for _, requirement in peer.packages
+        if not requirement.startswith("flashlab[")
     )
 )
 """What is installed for libraries alone; records name the versions."""

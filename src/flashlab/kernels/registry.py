@@ -230,9 +230,9 @@ class Stage:
             raise ValueError(f"spills: wanted architectures of {', '.join(self.archs)}, got {', '.join(sorted(stray))}")
         for variant in self.variants:
             self.parameters(self.head_dims[0], variant)
-        for one in self.expected:
-            if one.words not in " ".join(self.prediction.split()):
-                raise ValueError(f"expected.words: wanted a part of the prediction, got {one.words!r}")
+        for expected in self.expected:
+            if expected.words not in " ".join(self.prediction.split()):
+                raise ValueError(f"expected.words: wanted a part of the prediction, got {expected.words!r}")
         return self
 
     @property
@@ -338,8 +338,8 @@ def _runnable(*, dtype: DType | None = None, arch: str | None = None, feature: F
         and (arch is None or arch in stage.archs)
         and (feature is None or feature in stage.features)
     ]
-    there = f" on {arch}" if arch else ""
-    return f"Runnable{there}: {', '.join(ids)}." if ids else f"No stage is runnable{there}."
+    on_arch = f" on {arch}" if arch else ""
+    return f"Runnable{on_arch}: {', '.join(ids)}." if ids else f"No stage is runnable{on_arch}."
 
 
 def get(stage_id: str) -> Stage:
@@ -350,10 +350,10 @@ def get(stage_id: str) -> Stage:
     """
     if not isinstance(stage_id, str):
         raise UnknownStageError(f"stage: wanted a stage's id as text, such as {[*STAGES][-1]!r}, got {stage_id!r}")
-    found = STAGES.get(stage_id) or OFF_LADDER.get(stage_id)
-    if found is None:
+    stage = STAGES.get(stage_id) or OFF_LADDER.get(stage_id)
+    if stage is None:
         raise _unknown(stage_id)
-    return found
+    return stage
 
 
 def resolve(name: str) -> str:
@@ -409,13 +409,13 @@ def variant_in(name: str) -> dict[str, int]:
         ParameterError: something else stands in the brackets.
     """
     match = _VARIANT.search(name)
-    found: dict[str, int] = {}
+    tunables: dict[str, int] = {}
     for part in match["values"].split(",") if match else ():
         tunable, _, value = part.partition("=")
         if not value.isdecimal():
             raise ParameterError(f"stage: wanted ID or ID[NAME=VALUE,…] with whole numbers, got {name!r}")
-        found[tunable.strip()] = int(value)
-    return found
+        tunables[tunable.strip()] = int(value)
+    return tunables
 
 
 def parse(name: str) -> tuple[Stage, dict[str, int]]:
@@ -518,7 +518,7 @@ def parse_entry(text: str, stage_id: str, *, place: Place = "ladder") -> Stage:
     except tomllib.TOMLDecodeError as error:
         raise DataError(f"{entry}: wanted TOML, got: {error}") from None
     except ValidationError as error:
-        raise DataError("\n".join(f"{entry}: {reason(one)}" for one in error.errors())) from None
+        raise DataError("\n".join(f"{entry}: {reason(detail)}" for detail in error.errors())) from None
 
 
 _STAGE = TypeAdapter(Stage)
@@ -594,35 +594,35 @@ def faults(stage: Stage) -> tuple[str, ...]:
 
     An entry that does not load is an error at import; this is what loads and is not done yet.
     """
-    found = []
+    lacking = []
     pattern, rule = _IDS[stage.place]
     if not re.fullmatch(pattern, stage.id):
-        found.append(f"id: wanted {rule}, joined by _, got {stage.id!r}")
+        lacking.append(f"id: wanted {rule}, joined by _, got {stage.id!r}")
     twins = [name for name, other in STAGES.items() if other.order == stage.order and name != stage.id]
     if twins and stage.place == "ladder":
-        found.append(f"id: wanted a number, or `order`, of its own, got that of {', '.join(twins)}")
+        lacking.append(f"id: wanted a number, or `order`, of its own, got that of {', '.join(twins)}")
     files = {"source": stage.source} | ({} if INSTALLED else {"page": stage.page})  # a wheel has no pages
     for what, path in files.items():
         if not path.is_file():
-            found.append(f"{what}: wanted {path.relative_to(ROOT)}, got no such file")
+            lacking.append(f"{what}: wanted {path.relative_to(ROOT)}, got no such file")
     if not stage.source.is_file() or stage.kernel:
-        return tuple(found)
+        return tuple(lacking)
     text = stage.source.read_text(encoding="utf-8")
     mark, code = ('"""', "import triton") if stage.language == "triton" else ("// ", "\n#")
     header = text.split(code)[0].strip()
     if not header.startswith(f"{mark}{stage.id}: ") or header.count("\n") > 7:
-        found.append(f"source: wanted a header of at most 8 lines that begins `{mark}{stage.id}: `")
+        lacking.append(f"source: wanted a header of at most 8 lines that begins `{mark}{stage.id}: `")
     if stage.parent and f"Parent: {stage.parent}" not in header:
-        found.append(f"source: wanted `Parent: {stage.parent}` in its header")
+        lacking.append(f"source: wanted `Parent: {stage.parent}` in its header")
     if not re.search(rf"\s{stage.entry}\(", text):
-        found.append(f"source: wanted a kernel {stage.entry}, got none")
+        lacking.append(f"source: wanted a kernel {stage.entry}, got none")
     # Tunables may be read in a header of ours that it includes; Triton reads some itself.
     common = (KERNELS / "common" / name for name in re.findall(r'#include "(\w+\.cuh)"', text))
     text += "".join(path.read_text(encoding="utf-8") for path in common if path.is_file())
     read_by_triton = {"WARPS", "PIPELINE_STAGES", "MAX_REGISTERS"} if stage.language == "triton" else set()
-    found += [
+    lacking += [
         f"source: wanted the tunable {name} read, got no mention of it"
         for name in stage.params.keys() - read_by_triton
         if not re.search(rf"\b{name}\b", text)
     ]
-    return tuple(found)
+    return tuple(lacking)

@@ -55,7 +55,9 @@ def constants(stage: Stage, head_dim: int, **macros: int) -> dict[str, int]:
         macros: values of macros beside the tunables', such as CAUSAL.
     """
     known = {"HEAD_DIM": head_dim, "CAUSAL": 0, "ALIGNED": 1, "WARP": 32}
-    known |= stage.parameters(head_dim) | {name: one.default for name, one in stage.ablations.items()} | macros
+    known |= (
+        stage.parameters(head_dim) | {name: ablation.default for name, ablation in stage.ablations.items()} | macros
+    )
     for text in _texts(stage.source, set()):
         for name, for_half, expression in _CONSTANT.findall(text):
             if (for_half or name not in known) and (value := _value(expression, known)) is not None:
@@ -101,7 +103,7 @@ def shared_memory(stage: Stage, head_dim: int, **macros: int) -> list[Member]:
     members, end = [], 0
     for align, kind, names in _MEMBER.findall(body[1]):
         for name, dimensions in re.findall(r"(\w+)((?:\[[^\]]+\])*)(?:, |$)", names):
-            counts = [_value(one, known) for one in re.findall(r"\[([^\]]+)\]", dimensions)]
+            counts = [_value(expression, known) for expression in re.findall(r"\[([^\]]+)\]", dimensions)]
             if None in counts:
                 raise ParameterError(f"{stage.source.name}: wanted sizes of {name} in integers, got {dimensions}")
             size = _BYTES[kind]
@@ -144,15 +146,15 @@ def fields(file: str, structure: str, *macros: str, **structures: type[ctypes.St
         structures: those among the types of its fields, by name.
     """
     body = (KERNELS / file).read_text(encoding="utf-8").partition(f"\nstruct {structure} {{\n")[2].partition("\n};")[0]
-    found: list[tuple[str, Any]] = []
+    declared: list[tuple[str, Any]] = []
     asked = True
     for line in body.splitlines():
         if line.startswith("#"):
             asked = line == "#endif" or not set(macros).isdisjoint(line.split())
         elif asked and (field := _FIELD.match(line)):
             kind, pointer, name = field.groups()
-            found.append((name, ctypes.c_void_p if pointer else {**_C_TYPES, **structures}[kind]))
-    return found
+            declared.append((name, ctypes.c_void_p if pointer else {**_C_TYPES, **structures}[kind]))
+    return declared
 
 
 # --- Integer expressions of C++ ---------------------------------------------------------------------------------------

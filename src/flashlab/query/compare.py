@@ -72,11 +72,15 @@ def compare(before: str, after: str, data: Path = DATA, **wanted: object) -> Com
     """
     every = _timed(data)
     sides = [_side(text, every, data) for text in (before, after)]
-    one, two = map(_grouped, sides)
+    rows_before, rows_after = map(_grouped, sides)
     gpus = {row.gpu.slug for side in sides for row in side}
     noise = _noise(row for row in every if row.gpu.slug in gpus)
-    common = set(matching({problem for problem, _ in one.keys() & two.keys()}, **wanted))
-    changes = [_change(key, one[key], two[key], noise) for key in one if key in two and key[0] in common]
+    common = set(matching({problem for problem, _ in rows_before.keys() & rows_after.keys()}, **wanted))
+    changes = [
+        _change(key, rows_before[key], rows_after[key], noise)
+        for key in rows_before
+        if key in rows_after and key[0] in common
+    ]
     if not changes:
         of = "".join(f" of {name} {value}" for name, value in wanted.items() if value)
         raise NoDataError(
@@ -130,7 +134,7 @@ def _grouped(rows: Iterable[Measurement]) -> dict[Key, list[Measurement]]:
 
 
 def _change(key: Key, before: Sequence[Measurement], after: Sequence[Measurement], noise: float | None) -> Change:
-    of_starts = ([(taken.time_us,) for row in rows if (taken := row.samples_of())] for rows in (before, after))
+    of_starts = ([(samples.time_us,) for row in rows if (samples := row.samples_of())] for rows in (before, after))
     ours, theirs = (statistics.over_starts(statistics.median, starts) for starts in of_starts)
     ratio = ours.value / theirs.value
     # The sides are of starts of their own: the ends of both intervals, so that the ratio's is rather too wide.

@@ -173,7 +173,7 @@ def _contest(rows: Sequence[Measurement], regime: Regime, second: _Second | None
         return None
     worst_ratio, worst_layer = None, None
     if stage.problem.inputs == TRAINED:
-        libraries = [taken.time_us for row in rows if is_library(row) and (taken := row.samples_of(regime))]
+        libraries = [samples.time_us for row in rows if is_library(row) and (samples := row.samples_of(regime))]
         fastest_us = [min(of_layer) for of_layer in zip(*libraries, strict=True)]
         worst_ratio, worst_layer = min(
             (peer_us / our_us, layer)
@@ -216,7 +216,7 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
         if session_of[row.run] in newer and asked and (row.kind == "peer" or row.name in registry.STAGES):
             by_run.setdefault(row.problem, {}).setdefault(row.run, {})[row.name] = row
     able = _able(plain)
-    found = []
+    contests = []
     for problem in sorted(by_run, key=problem_order):
         runs = [list(by_name.values()) for by_name in by_run[problem].values()]
         chosen = _against_the_fastest(runs, session_of)
@@ -225,7 +225,7 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
         named_busy = _named(_kept_busy(runs, _best_peers(named)))
         burst = _contest(chosen, "burst", second)
         lacking = "library" if fastest_stage(chosen) else "stage"
-        found.append(
+        contests.append(
             AgainstPeers(
                 problem=problem,
                 run=chosen[0].run,
@@ -239,7 +239,7 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
                 sustained_not_timed=_not_timed(problem, able, busy, "sustained") if busy else (),
             )
         )
-    return tuple(found)
+    return tuple(contests)
 
 
 def _not_timed(
@@ -257,11 +257,11 @@ def _not_timed(
 
 def _able(rows: Iterable[Measurement]) -> Mapping[tuple[int, str], set[str]]:
     """By head dim and element type, those of `FASTEST` that have a time on record at some problem."""
-    found: dict[tuple[int, str], set[str]] = defaultdict(set)
+    timed: dict[tuple[int, str], set[str]] = defaultdict(set)
     for row in rows:
         if row.name in FASTEST and rate(row):
-            found[row.problem.head_dim, row.problem.dtype].add(row.name)
-    return found
+            timed[row.problem.head_dim, row.problem.dtype].add(row.name)
+    return timed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,7 +277,7 @@ class Featured:
 
 def featured(shown: Results) -> tuple[Featured, ...]:
     """Problems with a window or a soft cap, of the run that tried most stages at each; of several, the newest."""
-    found = []
+    comparisons = []
     rows = (row for row in select(shown.records, shown.sessions, LADDER) if row.problem.features)
     for problem, of_problem in grouped(rows, lambda row: row.problem).items():
         stage, plain = fastest_stage(of_problem), replace(problem, **WITHOUT_FEATURES)
@@ -285,8 +285,8 @@ def featured(shown: Results) -> tuple[Featured, ...]:
             continue
         same = (row for row in shown.records if (row.run, row.name, row.problem) == (stage.run, stage.name, plain))
         twins = [row for row in same if not row.with_lse]
-        found.append(Featured(stage=stage, without=next(iter(twins), None), peer=fastest_peer(of_problem)))
-    return tuple(found)
+        comparisons.append(Featured(stage=stage, without=next(iter(twins), None), peer=fastest_peer(of_problem)))
+    return tuple(comparisons)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,7 +316,7 @@ def accuracy(gpu: str, data: Path = DATA) -> tuple[Accuracy, ...]:
     shapes = {problem.shape for problem in MAIN}
     every = store.measurements(gpu, data)
     rows = [row for row in every if row.kind == "peer" or row.name in registry.STAGES]
-    found: dict[Problem, Accuracy] = {}
+    by_problem: dict[Problem, Accuracy] = {}
     by_run = grouped((row for row in rows if row.problem.shape in shapes), lambda row: (row.run, row.problem))
     for (run, problem), of_run in by_run.items():
         errors = {
@@ -326,8 +326,8 @@ def accuracy(gpu: str, data: Path = DATA) -> tuple[Accuracy, ...]:
         }
         reference = next((name for name in REFERENCES if name in errors), None)
         if reference and not errors.keys().isdisjoint(registry.STAGES):
-            found[problem] = Accuracy(problem=problem, run=run, reference=reference, errors=errors)
-    return tuple(found[problem] for problem in sorted(found, key=problem_order))
+            by_problem[problem] = Accuracy(problem=problem, run=run, reference=reference, errors=errors)
+    return tuple(by_problem[problem] for problem in sorted(by_problem, key=problem_order))
 
 
 def _best_peers(rows: Iterable[Measurement]) -> set[str]:
@@ -362,7 +362,7 @@ def _against_the_fastest(runs: Iterable[list[Measurement]], sessions: Mapping[st
         session = sessions[rows[0].run]
         times_us = (time_us for row in rows if is_library(row) and (time_us := median_us(row)))
         best_us[session] = min(*times_us, best_us.get(session, math.inf))
-    newest = max(one for one, time_us in best_us.items() if time_us <= NEAR * min(best_us.values()))
+    newest = max(candidate for candidate, time_us in best_us.items() if time_us <= NEAR * min(best_us.values()))
     able = [rows for rows in able if sessions[rows[0].run] == newest]
     best = _best_peers(row for rows in able for row in rows)
 
@@ -389,15 +389,15 @@ class Across:
 
 def across_gpus(everything: Sequence[Results]) -> tuple[Across, ...]:
     """Every stage and library that has a burst time at the same problem on two GPUs or more, in the order of pages."""
-    found: dict[Problem, dict[str, dict[str, Measurement]]] = {}
+    by_problem: dict[Problem, dict[str, dict[str, Measurement]]] = {}
     for shown in everything:
         for problem, rows in shown.problems.items():
             for row in rows:
                 if row.samples_of():
-                    found.setdefault(problem, {}).setdefault(row.name, {})[shown.gpu] = row
+                    by_problem.setdefault(problem, {}).setdefault(row.name, {})[shown.gpu] = row
     return tuple(
         Across(problem=problem, name=name, rows=by_name[name])
-        for problem, by_name in sorted(found.items(), key=lambda item: problem_order(item[0]))
+        for problem, by_name in sorted(by_problem.items(), key=lambda item: problem_order(item[0]))
         for name in dict.fromkeys(
             row.name for row in ordered(row for rows in by_name.values() for row in rows.values())
         )
@@ -409,16 +409,18 @@ def order_across(found: Iterable[Across], gpu: str, base: str) -> tuple[int, tup
     """How many pairs of stages both GPUs timed at one problem, each with the same tunables, and those whose order on
     `gpu` is not that on `base`."""
 
-    def same_code(one: Across) -> bool:
-        ours, theirs = (one.rows[where].cubin for where in (gpu, base))
+    def same_code(across: Across) -> bool:
+        ours, theirs = (across.rows[where].cubin for where in (gpu, base))
         return (ours and ours.parameters) == (theirs and theirs.parameters)
 
-    both = [one for one in found if one.name in registry.STAGES and one.ratio(gpu, base) and same_code(one)]
-    pairs = [(one, other) for one, other in combinations(both, 2) if one.problem == other.problem]
+    both = [
+        across for across in found if across.name in registry.STAGES and across.ratio(gpu, base) and same_code(across)
+    ]
+    pairs = [(first, other) for first, other in combinations(both, 2) if first.problem == other.problem]
 
     def first_is_faster(pair: tuple[Across, Across], where: str) -> bool:
-        one, other = (rate(of.rows[where]) or 0.0 for of in pair)
-        return one > other
+        first, other = (rate(of.rows[where]) or 0.0 for of in pair)
+        return first > other
 
     return len(pairs), tuple(pair for pair in pairs if first_is_faster(pair, gpu) != first_is_faster(pair, base))
 
@@ -426,8 +428,10 @@ def order_across(found: Iterable[Across], gpu: str, base: str) -> tuple[int, tup
 def fastest_across(found: Iterable[Across], base: Results) -> tuple[Across, ...]:
     """Of each problem the stage and the library that are the fastest on a GPU, of those that run by default."""
     chosen = []
-    for several in grouped((one for one in found if base.gpu in one.rows), lambda one: one.problem).values():
-        rows = [one.rows[base.gpu] for one in several]
+    for several in grouped(
+        (across for across in found if base.gpu in across.rows), lambda across: across.problem
+    ).values():
+        rows = [across.rows[base.gpu] for across in several]
         kept = {row.name for row in (fastest_stage(rows, records=base.records), fastest_peer(rows)) if row}
-        chosen += [one for one in several if one.name in kept]
+        chosen += [across for across in several if across.name in kept]
     return tuple(chosen)

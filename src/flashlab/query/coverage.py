@@ -40,7 +40,7 @@ class Coverage(NamedTuple):
 
 def coverage(gpu: str, data: Path = DATA, root: Path = ROOT) -> tuple[Coverage, ...]:
     """What the records of a GPU lack, by kind."""
-    found = []
+    coverages = []
     for kind in KINDS:
         newest: dict[str, str] = {}
         for path in store.files(data / gpu / kind):
@@ -53,8 +53,8 @@ def coverage(gpu: str, data: Path = DATA, root: Path = ROOT) -> tuple[Coverage, 
             for stage_id, commit in newest.items()
             if registry.STAGES[stage_id].source.name in _changed_since(commit, root)
         }
-        found.append(Coverage(kind, tuple(name for name in registry.STAGES if name not in newest), older))
-    return tuple(found)
+        coverages.append(Coverage(kind, tuple(name for name in registry.STAGES if name not in newest), older))
+    return tuple(coverages)
 
 
 @cache

@@ -37,7 +37,7 @@ KINSHIPS: tuple[Kinship, ...] = tuple(map(Kinship.model_validate, _FACTS["kinshi
 
 def kinship(claimed: str, measured: str) -> Kinship | None:
     """What a GPU's records say of a claimed model; None where nothing is known of the pair, or it is that model."""
-    return next((one for one in KINSHIPS if (one.claimed, one.measured) == (claimed, measured)), None)
+    return next((pair for pair in KINSHIPS if (pair.claimed, pair.measured) == (claimed, measured)), None)
 
 
 def model_in(folder: str) -> str | None:

@@ -40,7 +40,7 @@ class Scored:
 def scores(shown: Results, stages: Iterable[Stage] | None = None) -> list[Scored]:
     """Every number of the stages' predictions, the ladder's first, as measured on a GPU."""
     every = (*registry.STAGES.values(), *registry.OFF_LADDER.values()) if stages is None else stages
-    found = []
+    scored = []
     for stage in every:
         for expected in stage.expected:
             problem, over = expected.problem, expected.over or stage.parent or stage.id
@@ -52,8 +52,8 @@ def scores(shown: Results, stages: Iterable[Stage] | None = None) -> list[Scored
                 mine, base = pair(shown, problem, stage.id, over, other)
                 measured = select.speedup(mine, base)
             run = mine.run if mine and measured else ""
-            found.append(Scored(stage=stage, expected=expected, measured=measured, run=run))
-    return found
+            scored.append(Scored(stage=stage, expected=expected, measured=measured, run=run))
+    return scored
 
 
 def pair(

@@ -108,7 +108,11 @@ def by_start(records: Iterable[T], key: Callable[[T], Any], wanted: Sequence[Any
     runs: dict[str, dict[Any, T]] = {}
     for record in records:
         runs.setdefault(record.run, {})[key(record)] = record
-    whole = {run: [found[one] for one in wanted] for run, found in runs.items() if found.keys() >= set(wanted)}
+    whole = {
+        run: [by_key[wanted_key] for wanted_key in wanted]
+        for run, by_key in runs.items()
+        if by_key.keys() >= set(wanted)
+    }
     if not whole:
         return []
     newest = whole[max(whole)]
@@ -211,7 +215,7 @@ def _merged(runs: Sequence[Mapping[str, Measurement]], covers: Collection[str]) 
     """
 
     def rank(index: int) -> tuple[int, int, int, int]:
-        states = {(one.regime, one.cache) for row in runs[index].values() for one in row.samples}
+        states = {(samples.regime, samples.cache) for row in runs[index].values() for samples in row.samples}
         return len(_tried(runs[index], registry.STAGES)), len(_tried(runs[index], covers)), len(states), index
 
     by_name: dict[str, Measurement] = {}
@@ -265,7 +269,7 @@ def _filled(ours: Measurement, theirs: Measurement) -> Measurement:
     changed = any(theirs.software.get(name, version) != version for name, version in ours.software.items())
     if not ours.samples or not more or changed or ours.cubin != theirs.cubin:
         return ours
-    added = {f"{one.regime} {one.cache}": origin(theirs, one.regime, one.cache) for one in more}
+    added = {f"{extra.regime} {extra.cache}": origin(theirs, extra.regime, extra.cache) for extra in more}
     fields = {name: getattr(ours, name) for name in Measurement.model_fields} | {"samples": (*ours.samples, *more)}
     return Filled(**fields, origins={**(ours.origins if isinstance(ours, Filled) else {}), **added})
 
@@ -321,10 +325,10 @@ class Results:
         """
         problem, standard = suite("first")[0], suite("standard")
         arch = registry.arch_for(self.hardware.compute_capability) if self.hardware else None
-        wanted = {one.id for one in registry.STAGES.values() if not one.why_not(problem, arch)}
-        absent = wanted.difference(row.name for row in self.problems.get(problem, ()))
-        missing = [one for one in standard if one not in self.problems]
-        parts = [f"{len(absent)} of {len(wanted)} stages at {problem.label}"] if absent else []
+        runnable = {stage.id for stage in registry.STAGES.values() if not stage.why_not(problem, arch)}
+        absent = runnable.difference(row.name for row in self.problems.get(problem, ()))
+        missing = [required for required in standard if required not in self.problems]
+        parts = [f"{len(absent)} of {len(runnable)} stages at {problem.label}"] if absent else []
         parts += [f"{len(missing)} of the {len(standard)} problems of the suite standard"] if missing else []
         return " and ".join(parts)
 
@@ -332,8 +336,8 @@ class Results:
         self, problem: Problem | None = None, *, stage_ids: Sequence[str] | None = None
     ) -> tuple[Measurement, ...]:
         """Rows of `problem` (of `first`, where None), without the stages that `stage_ids` leaves out; may be empty."""
-        wanted = problem or self.first
-        rows = self.problems.get(wanted, ()) if wanted else ()
+        chosen = problem or self.first
+        rows = self.problems.get(chosen, ()) if chosen else ()
         return rows if stage_ids is None else tuple(r for r in rows if r.kind == "peer" or r.name in stage_ids)
 
     def with_last_rung(self) -> dict[Problem, tuple[Measurement, ...]]:
@@ -380,9 +384,9 @@ def fastest_of(
     So that a percentage of it means the same at every problem and in every state: of the fastest of the same set. A
     library that cannot do the problem was tried.
     """
-    found = [row for row in rows if is_library(row) and row.status != "missing"]
-    tried = {row.name for row in found if row.status != "ok" or rate(row, regime, cache) is not None}
-    return fastest_peer(found, regime, cache) if tried.issuperset(libraries) else None
+    library_rows = [row for row in rows if is_library(row) and row.status != "missing"]
+    tried = {row.name for row in library_rows if row.status != "ok" or rate(row, regime, cache) is not None}
+    return fastest_peer(library_rows, regime, cache) if tried.issuperset(libraries) else None
 
 
 def on_inputs(problems: Iterable[Problem]) -> str:
@@ -410,22 +414,22 @@ def of_lengths(
     Raises:
         NoDataError: fewer than two.
     """
-    found = tuple(
+    problems = tuple(
         problem
         for problem in suite("lengths")
         if (problem.head_dim, problem.mask, problem.dtype) == (head_dim, mask, dtype)
         and any(row.samples_of(regime) for row in shown.problems.get(problem, ()))
     )
-    if len(found) < 2:
+    if len(problems) < 2:
         wanted = f"{regime} times at several sequence lengths, D{head_dim} {mask} {dtype}, on {shown.gpu}"
-        raise NoDataError.of(wanted, bench("lengths", regime), len(found))
-    return found
+        raise NoDataError.of(wanted, bench("lengths", regime), len(problems))
+    return problems
 
 
 def profiles(gpu: str, data: Path = DATA) -> tuple[StageProfile, ...]:
     """The newest profile of each stage at each problem, the first problem first, in the ladder's order; may be none."""
-    profiles = (one for one in store.records(gpu, StageProfile, data) if one.problem.inputs == NORMAL)
-    newest = {(one.stage, one.problem): one for one in profiles}
+    profiles = (profile for profile in store.records(gpu, StageProfile, data) if profile.problem.inputs == NORMAL)
+    newest = {(profile.stage, profile.problem): profile for profile in profiles}
     order = sorted(newest, key=lambda key: (problem_order(key[1]), _LADDER.get(key[0], len(_LADDER))))
     return tuple(newest[key] for key in order)
 
@@ -434,14 +438,14 @@ def profile_provenance(found: Sequence[StageProfile]) -> str:
     """Where profiles come from, for a caption: GPU, problem, tool, date, commit."""
     if not found:
         return ""
-    labels = {one.problem.label for one in found}
-    runs = sorted({one.run for one in found})
+    labels = {profile.problem.label for profile in found}
+    runs = sorted({profile.run for profile in found})
     parts = [
         found[0].gpu,
         labels.pop() if len(labels) == 1 else f"{len(labels)} problems",
-        f"Nsight Compute {', '.join(sorted({one.ncu for one in found}))}, one launch each from cold caches",
+        f"Nsight Compute {', '.join(sorted({profile.ncu for profile in found}))}, one launch each from cold caches",
         ", ".join(sorted({date(run) for run in runs})),
-        f"commit {', '.join(sorted({commit_label(one.run, one.dirty) for one in found}))}",
+        f"commit {', '.join(sorted({commit_label(profile.run, profile.dirty) for profile in found}))}",
     ]
     return " · ".join(parts)
 
@@ -508,9 +512,9 @@ def fastest_stage(
         records: all that are on record; not needed where `rows` are of one run.
     """
     able = {stage.id for stage in registry.STAGES.values() if not stage.by_name_only}
-    rates = {row.name: (one, row) for row in rows if row.name in able and (one := rate(row, regime))}
-    top = max((one for one, _ in rates.values()), default=0.0)
-    near = {name: row for name, (one, row) in rates.items() if NEAR * one >= top}
+    rates = {row.name: (tflops, row) for row in rows if row.name in able and (tflops := rate(row, regime))}
+    top = max((tflops for tflops, _ in rates.values()), default=0.0)
+    near = {name: row for name, (tflops, row) in rates.items() if NEAR * tflops >= top}
     by_run: dict[str, dict[str, float]] = {}
     if len({origin(row, regime, "hot") for row in near.values()}) > 1:
         problem = next(iter(near.values())).problem
@@ -592,8 +596,8 @@ def elsewhere(rows: Sequence[Measurement], regime: Regime = "burst") -> tuple[Me
 
 def places(rows: Iterable[Measurement], regime: Regime = "burst") -> tuple[int, int]:
     """How many commits on how many GPUs rows of one chart are of, and how many GPUs: `(sessions, chips)`."""
-    found = {_place(row, regime) for row in rows if row.samples_of(regime)}
-    return len(found), len({chip for _, chip in found})
+    distinct = {_place(row, regime) for row in rows if row.samples_of(regime)}
+    return len(distinct), len({chip for _, chip in distinct})
 
 
 def off_ladder(
@@ -624,7 +628,7 @@ def beyond(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> 
 
     Chosen as there, by `OFF_LADDER`, `DECODING` and `LADDER`; of one problem the last of these counts.
     """
-    beside, decoding, ladder = (replace(one, inputs=tuple(inputs)) for one in (OFF_LADDER, DECODING, LADDER))
+    beside, decoding, ladder = (replace(policy, inputs=tuple(inputs)) for policy in (OFF_LADDER, DECODING, LADDER))
     return {
         **off_ladder(gpu, data, registry.OFF_LADDER, beside),
         **off_ladder(gpu, data, registry.DECODE, decoding),
@@ -718,7 +722,9 @@ def load_all(data: Path = DATA) -> tuple[Results, ...]:
 def with_stage(shown: Results, stage_id: str, data: Path = DATA) -> Results:
     """What is shown, or, where no row of it is of the stage, what is shown of the first GPU that has timed it."""
     others = (load(gpu, data) for gpu in store.gpus(data) if gpu != shown.gpu)
-    return next((one for one in chain((shown,), others) if any(row.name == stage_id for row in one.rows())), shown)
+    return next(
+        (results for results in chain((shown,), others) if any(row.name == stage_id for row in results.rows())), shown
+    )
 
 
 def clocks(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> str:
@@ -726,9 +732,9 @@ def clocks(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache =
 
     Over the calls where that was read, else right after them.
     """
-    taken = [samples for row in rows if (samples := row.samples_of(regime, cache))]
-    found = [samples.call_clock_mhz or samples.sm_clock_mhz for samples in taken]
-    medians = [round(median(values)) for values in found if values]
+    timed = [samples for row in rows if (samples := row.samples_of(regime, cache))]
+    readings_mhz = [samples.call_clock_mhz or samples.sm_clock_mhz for samples in timed]
+    medians = [round(median(values)) for values in readings_mhz if values]
     if not medians:
         return "clock not recorded"
     return f"{medians[0]} MHz" if len(set(medians)) == 1 else f"{min(medians)}–{max(medians)} MHz"

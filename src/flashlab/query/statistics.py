@@ -111,10 +111,12 @@ def holm(p_values: Sequence[float]) -> tuple[float, ...]:
 
 def _arrays(starts: Sequence[Sequence[Sequence[float]]], paired: bool) -> list[tuple[Any, ...]]:
     if not starts or not all(samples and all(map(len, samples)) for samples in starts):
-        counts = [[len(one) for one in samples] for samples in starts]
+        counts = [[len(values) for values in samples] for samples in starts]
         raise ParameterError(f"samples: wanted at least one of each on every start, got {counts}")
     return [
-        tuple(np.asarray(one[: min(map(len, samples))] if paired else one, dtype=np.float64) for one in samples)
+        tuple(
+            np.asarray(values[: min(map(len, samples))] if paired else values, dtype=np.float64) for values in samples
+        )
         for samples in starts
     ]
 
@@ -143,5 +145,5 @@ def _resampled(statistic: Statistic, starts: Sequence[Sequence[Sequence[float]]]
         return within[0]
     rng = np.random.default_rng(SEED)
     chosen = rng.integers(len(within), size=(RESAMPLES, len(within)))
-    of_start = np.stack([one[rng.integers(one.size, size=chosen.shape)] for one in within])
+    of_start = np.stack([distribution[rng.integers(distribution.size, size=chosen.shape)] for distribution in within])
     return np.median(np.take_along_axis(of_start, chosen[None], axis=0)[0], axis=1)

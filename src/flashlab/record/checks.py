@@ -173,7 +173,7 @@ def read_lines(path: Path) -> tuple[Compared, ...]:
 
 @lru_cache(maxsize=64)
 def _read(path: Path, _: tuple[int, ...]) -> tuple[Compared, ...]:
-    found: list[Compared] = []
+    comparisons: list[Compared] = []
     header: Header | None = None
     for number, text in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not text.strip():
@@ -185,30 +185,30 @@ def _read(path: Path, _: tuple[int, ...]) -> tuple[Compared, ...]:
             else:
                 shared = {"header": header or Header.model_validate(line)}
                 rows = _compared(line) if header else [line]
-                found += _COMPARED.validate_python([row | shared for row in rows])
+                comparisons += _COMPARED.validate_python([row | shared for row in rows])
         except ValidationError as error:
             what = f"{'.'.join(map(str, error.errors()[0]['loc']))}: {error.errors()[0]['msg']}"
             raise DamagedRecordError(f"{path}:{number}: wanted a comparison, got: {what}") from error
         except (ValueError, KeyError, TypeError, AttributeError, FlashlabError) as error:
             raise DamagedRecordError(f"{path}:{number}: wanted a comparison, got: {error!r}") from error
-    return tuple(found)
+    return tuple(comparisons)
 
 
 def _compared(line: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The comparisons of a line of `case_line`, as `Compared` takes them."""
     what = {"dtype": line["dtype"], "mask": line["mask"], "inputs": line.get("inputs", NORMAL)}
     what |= {name: line[name] for name in FEATURES if name in line}
-    found = []
+    comparisons = []
     for stage, numbers in line["ok"].items():
         each = [numbers[at : at + len(_ERRORS)] for at in range(0, len(numbers), len(_ERRORS))]
         verdict, *beside = (_verdict(*pair) for pair in zip(each[::2], each[1::2], strict=True))
-        found.append({"stage": stage, "status": "ok", "verdict": verdict})
+        comparisons.append({"stage": stage, "status": "ok", "verdict": verdict})
         if beside:
             said = {"status": "ok", "reason": "", "shape": line.get("emulated")}
-            found[-1]["emulator"] = said | dict(zip(("verdict", "agreement"), beside, strict=True))
+            comparisons[-1]["emulator"] = said | dict(zip(("verdict", "agreement"), beside, strict=True))
     for row in line.get("other", ()):
         emulator = {"emulator": _expanded(row["emulator"], "verdict", "agreement")} if "emulator" in row else {}
-        found.append(_expanded(row, "verdict") | emulator)
+        comparisons.append(_expanded(row, "verdict") | emulator)
     of = {"problem": Problem.parse(line["shape"], **what), "layout": line["layout"]}
     counted = line.get("fallbacks", {})
-    return [row | of | {"fallbacks": counted.get(row["stage"])} for row in found]
+    return [row | of | {"fallbacks": counted.get(row["stage"])} for row in comparisons]

@@ -57,17 +57,17 @@ def collect(folders: Sequence[Path], data: Path = DATA, *, commit: str = "") -> 
         _of_one_commit(source, new)
         plan += new.items()
         names = {path: path.relative_to(source).as_posix() for path in files}
-        taken, known = ([names[path] for path in files if (path in new) == wanted] for wanted in (True, False))
+        taken, known = ([names[path] for path in files if (path in new) == is_new] for is_new in (True, False))
         collected.append(Collected(gpu=gpu, folder=source, taken=tuple(taken), known=tuple(known)))
         if new and not (data / gpu / "machine.json").is_file():
             plan.append((source / "machine.json", data / gpu / "machine.json"))
-    if commit and not any(one.taken or one.known for one in collected):
+    if commit and not any(result.taken or result.known for result in collected):
         raise NoDataError(f"wanted runs of commit {commit} in {', '.join(map(str, folders))}, found none")
     _rehearse(plan, data)
     for path, target in plan:
         writable_dir(target.parent, "records")
         shutil.copyfile(path, target)
-    for gpu in {one.gpu for one in collected if one.taken}:
+    for gpu in {result.gpu for result in collected if result.taken}:
         store.write_checksums(gpu, data)
     return tuple(collected)
 
@@ -119,11 +119,11 @@ def _rehearse(plan: Sequence[tuple[Path, Path]], data: Path) -> None:
     """Raises where the folder would not be sound with the new files in it: a copy of a run under another name, say."""
     with tempfile.TemporaryDirectory(prefix="flashlab-") as name:
         for gpu in {target.relative_to(data).parts[0] for _, target in plan}:
-            there = Path(name) / gpu
-            there.mkdir()
+            scratch = Path(name) / gpu
+            scratch.mkdir()
             if (data / gpu).is_dir():
-                shutil.copytree(data / gpu, there, dirs_exist_ok=True)
-            before = {str(one.path) + one.reason for one in store.verify(gpu, Path(name))}
+                shutil.copytree(data / gpu, scratch, dirs_exist_ok=True)
+            before = {str(fault.path) + fault.reason for fault in store.verify(gpu, Path(name))}
             for path, target in plan:
                 if data / gpu in target.parents:
                     copy = Path(name) / target.relative_to(data)
@@ -131,7 +131,7 @@ def _rehearse(plan: Sequence[tuple[Path, Path]], data: Path) -> None:
                     shutil.copyfile(path, copy)
             store.write_checksums(gpu, Path(name))
             after = store.verify(gpu, Path(name))
-            if damage := [one for one in after if str(one.path) + one.reason not in before]:
+            if damage := [fault for fault in after if str(fault.path) + fault.reason not in before]:
                 raise DamagedRecordError(_refused(data / gpu, "sound records with the new ones", damage))
 
 

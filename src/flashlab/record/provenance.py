@@ -114,16 +114,16 @@ def start(proc: Path = Path("/proc")) -> dict[str, Any] | None:
         seconds = next(int(line.split()[1]) for line in stat if line.startswith("btime "))
     except (OSError, StopIteration, ValueError, IndexError):
         return None
-    found: dict[str, str] = {
+    fields: dict[str, str] = {
         "boot": hashlib.sha256(boot_id.encode()).hexdigest()[:8],
         "at": datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds"),
     }
-    found |= {field: os.environ[variable] for field, variable in RENTED.items() if os.environ.get(variable)}
+    fields |= {field: os.environ[variable] for field, variable in RENTED.items() if os.environ.get(variable)}
     try:
-        return Start.model_validate(found).model_dump(exclude_none=True)
+        return Start.model_validate(fields).model_dump(exclude_none=True)
     except ValidationError as error:
         # What came is not repeated: it may be anything that somebody took for a name.
-        wrong = ", ".join(RENTED.get(str(one["loc"][0]), str(one["loc"][0])) for one in error.errors())
+        wrong = ", ".join(RENTED.get(str(detail["loc"][0]), str(detail["loc"][0])) for detail in error.errors())
         raise ParameterError(
             f"wanted a machine's name in {RENTED['instance']}, such as p5.48xlarge, and US dollars an hour of one GPU "
             f"in {RENTED['usd_per_gpu_hour']}, such as 2.5, got something else in {wrong}"

@@ -155,7 +155,11 @@ class Samples(_Model):
         if len(self.time_us) < 2:
             return 0.0
         mean = fmean(self.time_us)  # statistics.stdev adds fractions, slowly
-        return 100 * math.sqrt(math.fsum((one - mean) ** 2 for one in self.time_us) / (len(self.time_us) - 1)) / mean
+        return (
+            100
+            * math.sqrt(math.fsum((time_us - mean) ** 2 for time_us in self.time_us) / (len(self.time_us) - 1))
+            / mean
+        )
 
 
 class Verdict(_Model):
@@ -330,24 +334,24 @@ class Timed(Base):
         Of `trained` inputs, the median sample of each layer, in the order of layers: the median time is the median over
         layers, and the largest is that of the worst.
         """
-        found = [s for s in self.samples if s.regime == regime and s.cache == cache]
-        return _over_layers(found) if found and found[0].layer is not None else next(iter(found), None)
+        of_state = [s for s in self.samples if s.regime == regime and s.cache == cache]
+        return _over_layers(of_state) if of_state and of_state[0].layer is not None else next(iter(of_state), None)
 
 
 def _over_layers(of_layers: Sequence[Samples]) -> Samples:
     """Samples of the layers of a model as one, a sample a layer: the median of that layer's."""
-    found = sorted(of_layers, key=lambda samples: samples.layer or 0)
+    layers = sorted(of_layers, key=lambda samples: samples.layer or 0)
 
     def each(values: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-        return tuple(median(one) for one in values) if all(values) else ()
+        return tuple(median(of_layer) for of_layer in values) if all(values) else ()
 
     return Samples(
-        regime=found[0].regime,
-        cache=found[0].cache,
-        calls=found[0].calls,
-        time_us=each([one.time_us for one in found]),
-        sm_clock_mhz=each([one.sm_clock_mhz for one in found]),
-        call_clock_mhz=each([one.call_clock_mhz for one in found]),
+        regime=layers[0].regime,
+        cache=layers[0].cache,
+        calls=layers[0].calls,
+        time_us=each([layer.time_us for layer in layers]),
+        sm_clock_mhz=each([layer.sm_clock_mhz for layer in layers]),
+        call_clock_mhz=each([layer.call_clock_mhz for layer in layers]),
     )
 
 

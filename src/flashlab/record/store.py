@@ -174,8 +174,8 @@ def _in_future(record: Any) -> str:
 
 def _series(record: Any) -> tuple[Samples, ...]:
     """A record's samples, of one or several states; none where it has none."""
-    taken = getattr(record, "samples", ())
-    return taken if isinstance(taken, tuple) else (taken,) if isinstance(taken, Samples) else ()
+    samples = getattr(record, "samples", ())
+    return samples if isinstance(samples, tuple) else (samples,) if isinstance(samples, Samples) else ()
 
 
 def _impossible(record: Any) -> str:
@@ -188,7 +188,7 @@ def _impossible(record: Any) -> str:
         rates = [record.value] if record.unit == "TFLOP/s" else []
     else:
         of = getattr(record, "problem", record)
-        rates = [of.tflops(one.median_us) for one in _series(record)]
+        rates = [of.tflops(samples.median_us) for samples in _series(record)]
     name = getattr(record, "stage", getattr(record, "name", ""))
     stage = registry.OFF_LADDER.get(name.partition("[")[0])
     in_fp8 = stage.precision in ("e4m3", "e4m3_scaled") if stage else name.startswith("fp8")
@@ -221,16 +221,18 @@ def record_files(gpu: str, data: Path = DATA) -> tuple[Path, ...]:
     """A GPU's files of every known kind, for whoever copies them: records, documents and CHECKSUMS; nothing else."""
     folder = data / gpu
     single = [folder / name for name in (CHECKSUMS, *_DOCUMENTS)]
-    found = [
+    paths = [
         path for kind in (*_PARSERS, *_CHECKS) if not (folder / kind).is_symlink() for path in files(folder / kind)
     ]
-    return tuple(path for path in (*single, *found) if path.is_file() and not path.is_symlink())
+    return tuple(path for path in (*single, *paths) if path.is_file() and not path.is_symlink())
 
 
 def lines(gpu: str, folder: str = "runs", data: Path = DATA) -> tuple[Line, ...]:
     """Every sound record in a GPU's folder, one of `FOLDERS`, that was not `withdrawn`, oldest file first."""
     back = withdrawn(gpu, data)
-    return tuple(line for line in _lines(gpu, folder, data) if not any(one.takes_back(line.record) for one in back))
+    return tuple(
+        line for line in _lines(gpu, folder, data) if not any(withdrawal.takes_back(line.record) for withdrawal in back)
+    )
 
 
 def _lines(gpu: str, folder: str, data: Path) -> tuple[Line, ...]:
@@ -253,13 +255,13 @@ def withdrawn(gpu: str, data: Path = DATA) -> tuple[schema.Withdrawn, ...]:
 
 def sanitized(gpu: str, data: Path = DATA) -> tuple[Sanitized, ...]:
     """The newest record of each of compute-sanitizer's tools and stage on a GPU; empty where there is none."""
-    return tuple({(one.tool, one.stage): one for one in records(gpu, Sanitized, data)}.values())
+    return tuple({(record.tool, record.stage): record for record in records(gpu, Sanitized, data)}.values())
 
 
 def extent(gpu: str, data: Path = DATA) -> str:
     """How many sound records of runs there are of a GPU, and how many were withdrawn: `812 records in 4 runs`."""
-    kept, found = len(lines(gpu, "runs", data)), len(_lines(gpu, "runs", data))
-    withdrawn = found - kept
+    kept, total = len(lines(gpu, "runs", data)), len(_lines(gpu, "runs", data))
+    withdrawn = total - kept
     back = f", and {several(withdrawn, 'record')} that {'was' if withdrawn == 1 else 'were'} withdrawn"
     return f"{several(kept, 'record')} in {several(len(files(data / gpu / 'runs')), 'run')}{back if withdrawn else ''}"
 
@@ -286,8 +288,8 @@ def gpus(data: Path = DATA, folder: str = "runs") -> tuple[str, ...]:
     """
     if not data.is_dir():
         return ()
-    found = {p.name: files(p / folder) for p in data.iterdir() if _is_slug(p.name) and not p.is_symlink()}
-    sizes = {name: sum(path.stat().st_size for path in paths) for name, paths in found.items() if paths}
+    files_by_gpu = {p.name: files(p / folder) for p in data.iterdir() if _is_slug(p.name) and not p.is_symlink()}
+    sizes = {name: sum(path.stat().st_size for path in paths) for name, paths in files_by_gpu.items() if paths}
     main = main_gpu(data)
     return tuple(sorted(sizes, key=lambda name: (name != main, -sizes[name], name)))
 
@@ -344,8 +346,10 @@ def _listed(folder: Path) -> tuple[dict[str, str], tuple[Damage, ...]]:
 def checksums_in(content: bytes) -> tuple[dict[str, str], list[int]]:
     """The sums that a CHECKSUMS holds, by file, and the numbers of its lines that are none."""
     lines = content.decode("utf-8", errors="replace").splitlines()
-    found = [re.fullmatch(r"([0-9a-f]{64})  (\S+)", line) for line in lines]
-    return {one[2]: one[1] for one in found if one}, [at for at, one in enumerate(found, start=1) if one is None]
+    matches = [re.fullmatch(r"([0-9a-f]{64})  (\S+)", line) for line in lines]
+    return {match[2]: match[1] for match in matches if match}, [
+        at for at, match in enumerate(matches, start=1) if match is None
+    ]
 
 
 @contextlib.contextmanager
@@ -424,7 +428,7 @@ def write_checksums(gpu: str, data: Path = DATA, *, written: Path | None = None)
             elif digest(content) != sums[name]:
                 damage.append(Damage(file, None, "differs from CHECKSUMS"))
     if damage:
-        raise DamagedRecordError("wanted sound records, found:\n" + "\n".join(f"  {one}" for one in damage))
+        raise DamagedRecordError("wanted sound records, found:\n" + "\n".join(f"  {fault}" for fault in damage))
     return path
 
 
@@ -492,8 +496,8 @@ def _damage_within(name: str, path: Path, content: tuple[int, ...]) -> tuple[Dam
             if isinstance(document, Machine) and document.gpu.slug != path.parent.name:
                 return (Damage(path, None, f"of {document.gpu.slug}"),)
         elif kind in _PARSERS and path.suffix == ".jsonl":
-            found, damage = _parsed(path, _PARSERS[kind], content)
-            reasons = ((line, _foreign(line) or _in_future(line.record) or _impossible(line.record)) for line in found)
+            parsed, damage = _parsed(path, _PARSERS[kind], content)
+            reasons = ((line, _foreign(line) or _in_future(line.record) or _impossible(line.record)) for line in parsed)
             return (*damage, *(Damage(path, line.number, reason) for line, reason in reasons if reason))
         elif kind in _CHECKS and path.suffix == ".jsonl":
             checks.read_lines(path)
@@ -538,8 +542,8 @@ def _doubled(gpu: str, data: Path) -> Iterator[Damage]:
     seen: dict[tuple[float, ...], str] = {}
     for folder in dict.fromkeys(FOLDERS.values()):
         for line in lines(gpu, folder, data):
-            series = {one.time_us for one in _series(line.record) if len(set(one.time_us)) >= _FEW}
-            if copied := [seen[one] for one in series if one in seen]:
+            series = {samples.time_us for samples in _series(line.record) if len(set(samples.time_us)) >= _FEW}
+            if copied := [seen[times_us] for times_us in series if times_us in seen]:
                 yield Damage(line.path, line.number, f"the samples of {copied[0]} again")
             seen |= dict.fromkeys(series, f"{folder}/{line.path.name}:{line.number}")
 
@@ -555,16 +559,16 @@ def _disagreeing(gpu: str, data: Path) -> Iterator[Damage]:
             row = line.record
             if isinstance(row, schema.Timed) and row.cubin and row.fallbacks and row.problem.inputs != TRAINED:
                 same = row.cubin.sha256, row.problem, row.software.get("torch"), row.software.get("cupy-cuda13x")
-                place, wanted = first.setdefault(same, (f"{folder}/{line.path.name}:{line.number}", row.fallbacks))
-                if row.fallbacks != wanted:
-                    reason = f"fallbacks: {row.fallbacks}, where {place} has {wanted} with the same code and problem"
+                place, earlier = first.setdefault(same, (f"{folder}/{line.path.name}:{line.number}", row.fallbacks))
+                if row.fallbacks != earlier:
+                    reason = f"fallbacks: {row.fallbacks}, where {place} has {earlier} with the same code and problem"
                     yield Damage(line.path, line.number, f"{reason}; withdrawn.json takes back the wrong one")
 
 
 def _added(gpu: str, data: Path) -> tuple[dict[str, str], Callable[[str], str]]:
     """The commit that added each file of records, by name, and what is the CHECKSUMS of a commit; none without git."""
     folder = (data / gpu).resolve()
-    root = next((one for one in folder.parents if (one / ".git").exists()), None)
+    root = next((parent for parent in folder.parents if (parent / ".git").exists()), None)
     added: dict[str, str] = {}
     if root is None:
         return added, lambda commit: ""
@@ -622,23 +626,23 @@ def mends(gpu: str, data: Path = DATA) -> tuple[Mend, ...]:
         return ()
     sums, missing = _listed(folder)
     committed = _added(gpu, data)[0]
-    found: list[Mend] = []
+    planned: list[Mend] = []
     for path in _data_files(folder):
         name, content = path.relative_to(folder).as_posix(), b"" if path.is_symlink() else path.read_bytes()
         listed = sums.get(name)
         if re.fullmatch(r"\.\S+\.\d+", path.name):
-            found.append(Mend(path=path, action="remove"))
+            planned.append(Mend(path=path, action="remove"))
         elif path.is_symlink() or not (listed in (None, digest(content)) or _has_grown(content, listed or "")):
             continue
         elif name not in committed and (torn := _torn(path, content)):
-            found.append(Mend(path=path, action="set aside", torn=torn))
+            planned.append(Mend(path=path, action="set aside", torn=torn))
         elif listed != digest(content) and not _damage_within(name, path, signature(path)):
-            found.append(Mend(path=path, action="list"))
+            planned.append(Mend(path=path, action="list"))
     if not (folder / "machine.json").is_file() and _newest_gpu(gpu, data):
-        found.append(Mend(path=folder / "machine.json", action="make"))
-    if missing and not sums and not found:
-        found.append(Mend(path=folder / CHECKSUMS, action="make"))
-    return tuple(found)
+        planned.append(Mend(path=folder / "machine.json", action="make"))
+    if missing and not sums and not planned:
+        planned.append(Mend(path=folder / CHECKSUMS, action="make"))
+    return tuple(planned)
 
 
 def repair(gpu: str, data: Path = DATA, *, host: Mapping[str, str] | None = None) -> tuple[Mend, ...]:
@@ -701,8 +705,8 @@ def _set_aside(mend: Mend, folder: Path, sums: dict[str, str]) -> None:
 
 def _newest_gpu(gpu: str, data: Path) -> schema.Gpu | None:
     """The GPU as the newest record of its folder has it; None where there is none."""
-    found = [line.record for folder in dict.fromkeys(FOLDERS.values()) for line in lines(gpu, folder, data)]
-    known = [record for record in found if isinstance(getattr(record, "gpu", None), schema.Gpu)]
+    all_records = [line.record for folder in dict.fromkeys(FOLDERS.values()) for line in lines(gpu, folder, data)]
+    known = [record for record in all_records if isinstance(getattr(record, "gpu", None), schema.Gpu)]
     return max(known, key=lambda record: record.time).gpu if known else None
 
 

@@ -45,13 +45,13 @@ def sync(gpu: str, data: Path = DATA, place: str | None = None) -> tuple[int, in
     if not place:
         return 0, 0
     files, root = _opened(place)
-    there = f"{root.rstrip('/')}/{gpu}"
+    remote = f"{root.rstrip('/')}/{gpu}"
     # Two processes that wrote CHECKSUMS there would each drop what the other listed.
     with store.locked(writable_dir(data, f"the records that go to {place}")), _named(place):
-        fetched = _fetch(files, there, data / gpu)
+        fetched = _fetch(files, remote, data / gpu)
         if (data / gpu).is_dir():  # nothing of a GPU that was not measured yet
             store.write_checksums(gpu, data)
-        return fetched, _send(files, there, data / gpu)
+        return fetched, _send(files, remote, data / gpu)
 
 
 def attempt(gpu: str, data: Path = DATA) -> str:
@@ -97,14 +97,14 @@ def _named(place: str) -> Iterator[None]:
         raise OutputError(f"wanted records to go to {place}, got: {type(error).__name__}: {said}") from error
 
 
-def _fetch(files: Any, there: str, folder: Path) -> int:
-    """Files of records below `there` that `folder` lacks, into it; how many. What is no record is left where it is."""
+def _fetch(files: Any, remote: str, folder: Path) -> int:
+    """Files of records below `remote` that `folder` lacks, into it; how many. What is no record is left where it is."""
     files.invalidate_cache()
-    if not files.exists(there):
+    if not files.exists(remote):
         return 0
     count = 0
-    for path in files.find(there):
-        name = path.removeprefix(f"{there}/")
+    for path in files.find(remote):
+        name = path.removeprefix(f"{remote}/")
         target = folder / name
         if _RECORDS.fullmatch(name) and not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -119,15 +119,15 @@ def _fetch(files: Any, there: str, folder: Path) -> int:
     return count
 
 
-def _send(files: Any, there: str, folder: Path) -> int:
+def _send(files: Any, remote: str, folder: Path) -> int:
     """Files that CHECKSUMS lists here and not there, or with another sum, then CHECKSUMS; how many."""
-    listing = f"{there}/{store.CHECKSUMS}"
+    listing = f"{remote}/{store.CHECKSUMS}"
     old = files.cat_file(listing) if files.exists(listing) else None
     known = store.checksums_in(old or b"")[0]
     sums = store.checksums_in((folder / store.CHECKSUMS).read_bytes())[0] if folder.is_dir() else {}
     changed = [name for name, digest in sums.items() if known.get(name) != digest and (folder / name).is_file()]
     for name in changed:
-        _put(files, f"{there}/{name}", (folder / name).read_bytes())
+        _put(files, f"{remote}/{name}", (folder / name).read_bytes())
         known[name] = sums[name]
     new = "".join(f"{known[name]}  {name}\n" for name in sorted(known, key=Path)).encode()
     if new != old:

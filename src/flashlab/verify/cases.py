@@ -149,9 +149,9 @@ def _why_none(
     """Why no stage takes those problems: each one's reason, at a type and a head dim that it takes where there are."""
     reasons = []
     for stage in able.values():
-        dtype = next((one for one in dtypes if one in stage.dtypes), dtypes[0])
+        dtype = next((candidate for candidate in dtypes if candidate in stage.dtypes), dtypes[0])
         dims = stage.head_dims if head_dims is None else head_dims
-        head_dim = next((one for one in dims if one in stage.head_dims), dims[0])
+        head_dim = next((candidate for candidate in dims if candidate in stage.head_dims), dims[0])
         reasons.append(stage.why_not(Problem.of(*HEADS, *lengths[0], head_dim, dtype=dtype, **features)))
     return " ".join(dict.fromkeys(filter(None, reasons)))
 
@@ -172,8 +172,8 @@ def only(
     Raises:
         ParameterError: nothing is left.
     """
-    wanted = {"dtype": [*dtypes], "mask": [*masks], "head_dim": [*(head_dims or ())]}
-    return _some([case for case in among if matching([case.problem], **wanted)], among)
+    conditions = {"dtype": [*dtypes], "mask": [*masks], "head_dim": [*(head_dims or ())]}
+    return _some([case for case in among if matching([case.problem], **conditions)], among)
 
 
 def chosen_cases(
@@ -294,7 +294,7 @@ def featured_cases(able: Mapping[str, Stage], *, on_cpu: bool = False) -> list[C
     dims = _head_dims(able)
     chosen: list[Case] = []
     for number, (features, pair) in enumerate(itertools.product(asked, _LENGTHS["features"])):
-        one, other = number % 2, number // 2 % 2
+        parity, other = number % 2, number // 2 % 2
         layout = "misaligned" if other else "contiguous"
         every: dict[str, Any] = {
             "lengths": [pair],
@@ -303,7 +303,11 @@ def featured_cases(able: Mapping[str, Stage], *, on_cpu: bool = False) -> list[C
             "features": features,
         }
         if on_cpu:
-            every |= {"head_dims": [dims[one % len(dims)]], "dtypes": (DTYPES[other],), "masks": (MASKS[one ^ other],)}
+            every |= {
+                "head_dims": [dims[parity % len(dims)]],
+                "dtypes": (DTYPES[other],),
+                "masks": (MASKS[parity ^ other],),
+            }
             every |= {"heads": _heads_on_cpu(*pair)}
         chosen += cases(able, **every)
     return chosen
@@ -386,7 +390,7 @@ def random_cases(
     dims = _head_dims(able)
     limits = sorted({stage.max_rows or 0 for stage in able.values()})
     features = sorted({feature for stage in able.values() for feature in stage.features} - {"varlen"})
-    sets = [one for size in range(1, len(features) + 1) for one in itertools.combinations(features, size)]
+    sets = [subset for size in range(1, len(features) + 1) for subset in itertools.combinations(features, size)]
     heads = [(b, g * h, h) for b in (1, 2, 3) for g in (1, 2, 3, 4, 8) for h in (1, 2, 3)]
     drawn_cases: list[Case] = []
     while len(drawn_cases) < count:
@@ -462,7 +466,9 @@ def _places(layout: str) -> str:
 def laid_out(values: tuple[Any, Any, Any], layout: str, xp: Any = np) -> tuple[Any, Any, Any]:
     """q, k and v, (batch, heads, length, head_dim) each, with one head for all where the layout has them share it."""
     shared = [place.endswith("=") for place in layout.split("/")] if "=" in layout else [False] * 3
-    q, k, v = (xp.broadcast_to(x[:, :1], x.shape) if one else x for x, one in zip(values, shared, strict=False))
+    q, k, v = (
+        xp.broadcast_to(x[:, :1], x.shape) if is_shared else x for x, is_shared in zip(values, shared, strict=False)
+    )
     return q, k, v
 
 

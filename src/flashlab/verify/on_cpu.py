@@ -77,22 +77,22 @@ def build_all(
         MissingPackageError, OutputError: no compiler, or nowhere to keep what it makes.
     """
     emulator.cxx()
-    wanted: dict[_Build, Variant] = {}
+    variants: dict[_Build, Variant] = {}
     for case in cases:
         for chosen in (by_name[name] for name in case.names):
             if chosen.stage.language == "cuda":
                 variant = _variant(chosen, case)
-                wanted[variant.label, hooks and case.detectable] = variant
+                variants[variant.label, hooks and case.detectable] = variant
 
     def build(key: _Build) -> CompileError | None:
         try:
-            emulator.build_stage(wanted[key], hooks=key[1])
+            emulator.build_stage(variants[key], hooks=key[1])
         except CompileError as error:
             return error
         return None
 
-    errors = on_all_cores(build, list(wanted), what=lambda key, _: f"compile {key[0]} for the CPU", follow=follow)
-    return {key: error for key, error in zip(wanted, errors, strict=True) if error is not None}
+    errors = on_all_cores(build, list(variants), what=lambda key, _: f"compile {key[0]} for the CPU", follow=follow)
+    return {key: error for key, error in zip(variants, errors, strict=True) if error is not None}
 
 
 def check_on_cpu(

@@ -279,7 +279,7 @@ def plain_tile(
         wholes = ((q, tile.q_heads), (k, tile.kv_heads), (v, tile.kv_heads))
         scales = [e4m3_scale(to_float(heads_of(x, heads, xp), xp), xp) for x, heads in wholes]
         rounded = zip((q_rows, keys, values), scales, strict=True)
-        q_rows, keys, values = (round_to_e4m3(x / one, xp) * one for x, one in rounded)
+        q_rows, keys, values = (round_to_e4m3(x / factor, xp) * factor for x, factor in rounded)
     elif precision != "input":
         q_rows, keys, values = (round_to_e4m3(x, xp) for x in (q_rows, keys, values))
     scores = (q_rows @ keys.transpose(0, 2, 1)) * xp.float32(scale)
