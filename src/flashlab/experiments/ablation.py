@@ -138,7 +138,7 @@ def _compared(
         slug: the GPU whose table completes tunables; None for the stages' defaults.
     """
     groups = list(groups)
-    named = {name: one for _, group in groups for name, one in group.items()}
+    named = {name: implementation for _, group in groups for name, implementation in group.items()}
     cells = [(problem, list(group)) for problem, group in groups]
     arch = gpu.info(options.device).arch
     code = bench.compile_for(named, cells, arch=arch, slug=slug, progress=options.progress)

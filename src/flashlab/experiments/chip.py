@@ -266,8 +266,8 @@ def measure(
 
     compiled = on_all_cores(build, chosen)
     if options.resume:
-        done = {(one.name, one.sha256) for one in bench.on_record(ChipReading, options)}
-        compiled = [one for one in compiled if (one[0].name, one[1].sha256) not in done]
+        done = {(reading.name, reading.sha256) for reading in bench.on_record(ChipReading, options)}
+        compiled = [built for built in compiled if (built[0].name, built[1].sha256) not in done]
         if not compiled:
             return None
     widest = max(case.threads // 32 * (_WORDS + case.stamps) for case in chosen)

@@ -113,7 +113,7 @@ def groups(problem: Problem, arrays: Mapping[str, DeviceArray], most: int) -> tu
 
     total = problem.batch * problem.q_heads
     limit = min(most or total, _MAX_HEADS)
-    found: list[Heads] = []
+    calls: list[Heads] = []
     first = 0
     while first < total:
         pointers = {name: address(name, first) for name in arrays}
@@ -126,9 +126,9 @@ def groups(problem: Problem, arrays: Mapping[str, DeviceArray], most: int) -> tu
             steps = following
             count += 1
         strides = {name: step // BYTES_PER_ELEMENT for name, step in steps.items()}
-        found.append(Heads(first=first, count=count, pointers=pointers, strides=strides))
+        calls.append(Heads(first=first, count=count, pointers=pointers, strides=strides))
         first += count
-    return tuple(found)
+    return tuple(calls)
 
 
 # --- GEMMs ------------------------------------------------------------------------------------------------------------
@@ -209,8 +209,8 @@ def _library() -> ctypes.CDLL:
     """
     try:
         pathfinder = importlib.import_module("cuda.pathfinder")
-        found = pathfinder.load_nvidia_dynamic_lib("cublasLt")
-        library = ctypes.CDLL(found.abs_path or "libcublasLt.so.13")
+        loaded = pathfinder.load_nvidia_dynamic_lib("cublasLt")
+        library = ctypes.CDLL(loaded.abs_path or "libcublasLt.so.13")
     except (ImportError, OSError, RuntimeError) as error:
         raise MissingPackageError(
             f"wanted the library cuBLASLt, got: {str(error).splitlines()[0]}. "
@@ -249,10 +249,10 @@ class Matmul:
 
     def _new(self, kind: str, *arguments: Any) -> ctypes.c_void_p:
         """What cuBLASLt creates of a kind, and hands out through its first argument."""
-        made = ctypes.c_void_p()
-        _call(f"cublasLt{kind}Create", ctypes.byref(made), *arguments)
-        self._made.callback(_call, f"cublasLt{kind}Destroy", made)
-        return made
+        created = ctypes.c_void_p()
+        _call(f"cublasLt{kind}Create", ctypes.byref(created), *arguments)
+        self._made.callback(_call, f"cublasLt{kind}Destroy", created)
+        return created
 
     def _layout(self, matrix: Matrix, count: int) -> ctypes.c_void_p:
         shape = (ctypes.c_uint64(matrix.rows), ctypes.c_uint64(matrix.columns), ctypes.c_int64(matrix.pitch))
@@ -280,8 +280,8 @@ class Matmul:
         return (self._operation, self._a, self._b, self._d, self._d)
 
     def _choose(self, gemm: Gemm) -> _Algorithm:
-        wanted = _MANY_ALGORITHMS if gemm.split_k > 1 else 1
-        found, count = (_Heuristic * wanted)(), ctypes.c_int(0)
+        limit = _MANY_ALGORITHMS if gemm.split_k > 1 else 1
+        heuristics, count = (_Heuristic * limit)(), ctypes.c_int(0)
         operands = ", ".join(
             f"{name} {m.rows}x{m.columns} {m.dtype}, columns {m.pitch} apart, aligned to {m.alignment_bytes} bytes"
             for name, m in (("a", gemm.a), ("b", gemm.b), ("d", gemm.d))
@@ -294,13 +294,15 @@ class Matmul:
                 self._handle,
                 *self._layouts(),
                 self._preference,
-                wanted,
-                found,
+                limit,
+                heuristics,
                 ctypes.byref(count),
             )
         except LaunchError as error:
             raise none from error
-        offered: list[_Algorithm] = [one.algorithm for one in found[: count.value] if one.state == 0]
+        offered: list[_Algorithm] = [
+            heuristic.algorithm for heuristic in heuristics[: count.value] if heuristic.state == 0
+        ]
         if gemm.split_k == 1 and offered:
             return offered[0]
         for algorithm in offered:
@@ -374,15 +376,15 @@ class _Passes:
         """
         problem, device, shape = recipe.plan.problem, recipe.plan.device, recipe.shape
         parameters = recipe.code.cubin.parameters
-        found = groups(problem, arrays, parameters["HEADS_A_CALL"])
-        most = max(heads.count for heads in found)
+        calls = groups(problem, arrays, parameters["HEADS_A_CALL"])
+        most = max(heads.count for heads in calls)
         rows = most * problem.q_len * pitch_of(problem)
         probs_bytes, wide_bytes = rows * BYTES_PER_ELEMENT, rows * 4 if parameters["SCORES_FP32"] else 0
-        wanted = probs_bytes + wide_bytes
+        scores_bytes = probs_bytes + wide_bytes
         free = gpu.memory_free_bytes(device)
-        if wanted + WORKSPACE_BYTES > free:
+        if scores_bytes + WORKSPACE_BYTES > free:
             raise UnsupportedError(
-                f"wanted {wanted / 1e9:.1f} GB for the scores of {most} heads of {problem.label}, got a GPU with "
+                f"wanted {scores_bytes / 1e9:.1f} GB for the scores of {most} heads of {problem.label}, got a GPU with "
                 f"{free / 1e9:.1f} GB free. Fewer HEADS_A_CALL need less."
             )
         self._probs = gpu.Zeroed(device, probs_bytes, stream)
@@ -390,7 +392,7 @@ class _Passes:
         self._scores = (self._wide or self._probs).pointer
         self._stream = stream
         self._steps: list[tuple[Heads, Gemm, gpu.Launch, Gemm]] = []
-        for heads in found:
+        for heads in calls:
             qk, pv = gemms(problem, arrays, heads, scale_log2=params.scale_log2, parameters=parameters)
             lse = None if params.LSE is None else params.LSE + 4 * heads.first * problem.q_len
             of_softmax = SoftmaxParams(
@@ -405,7 +407,7 @@ class _Passes:
                 stream=stream,
             )
             self._steps.append((heads, qk, softmax, pv))
-        wanted_gemms = {one for _, qk, _, pv in self._steps for one in (qk, pv)}
+        wanted_gemms = {product for _, qk, _, pv in self._steps for product in (qk, pv)}
         self._matmuls: dict[Gemm, Matmul] = {}
         self._workspace: gpu.Zeroed | None = None
         with gpu.context(device):

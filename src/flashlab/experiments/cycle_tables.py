@@ -45,7 +45,7 @@ def _grid(
     """
 
     def reading(name: str) -> Callable[[Mapping[str, str]], float | None]:
-        return lambda row: one.value if (one := readings.get(name.format_map(row))) else None
+        return lambda row: measured.value if (measured := readings.get(name.format_map(row))) else None
 
     return table([*text, *(Column(header, reading(name), **how) for header, name in values.items())], list(rows))
 
@@ -160,7 +160,7 @@ def beside(readings: Readings) -> str:
 def softmaxes(readings: Readings) -> str:
     """Cycles per score of softmax mixes alone, by warps a scheduler, as a Markdown table."""
     ending = "_1_warps"
-    names = [name for name, one in readings.items() if one.group == "softmax" and name.endswith(ending)]
+    names = [name for name, reading in readings.items() if reading.group == "softmax" and name.endswith(ending)]
     rows = [{"name": name.removesuffix(ending)} for name in names]
     headers = ("1 warp a scheduler", "2", "3", "4")
     by_warps = {header: f"{{name}}_{header[0]}_warps" for header in headers}
@@ -200,8 +200,8 @@ def loops(readings: Readings) -> str:
     return table(columns, sorted(loops, key=lambda reading: (reading.defines["HEAD_DIM"], reading.value)))
 
 
-def _clock(one: Prediction) -> str:
-    return f"{number(one.clock_mhz, 4)}{'' if one.clock_measured else ' (highest)'}"
+def _clock(prediction: Prediction) -> str:
+    return f"{number(prediction.clock_mhz, 4)}{'' if prediction.clock_measured else ' (highest)'}"
 
 
 _PREDICTIONS: Sequence[Column] = (
@@ -213,11 +213,11 @@ _PREDICTIONS: Sequence[Column] = (
         "{0.blocks} × {0.groups} × {0.group_rows} × {0.keys}".format,
         left=True,
     ),
-    Column("floor set by", lambda one: max(one.floor, key=one.floor.get), left=True),
-    Column("floor, cycles per score", lambda one: max(one.floor.values()), _clocks),
+    Column("floor set by", lambda prediction: max(prediction.floor, key=prediction.floor.get), left=True),
+    Column("floor, cycles per score", lambda prediction: max(prediction.floor.values()), _clocks),
     Column("predicted, cycles per score", "cycles_per_score", _clocks),
     Column("measured", "measured_cycles", _clocks),
-    Column("difference", lambda one: _difference(one.cycles_per_score, one.measured_cycles)),
+    Column("difference", lambda prediction: _difference(prediction.cycles_per_score, prediction.measured_cycles)),
     Column("SM clock, MHz", _clock),
     Column("predicted, TFLOP/s at this clock", "tflops"),
     Column("measured, TFLOP/s", "measured_tflops"),
@@ -231,6 +231,6 @@ def predictions(gpu: str, data: Path = DATA) -> str:
     except NoDataError as error:
         return f"*{error}*"
     text: list[str] = []
-    for problem, rows in grouped(compared, lambda one: one.problem).items():
+    for problem, rows in grouped(compared, lambda prediction: prediction.problem).items():
         text.append(f"### D={problem.head_dim}, {problem.mask}\n\n{table(_PREDICTIONS, rows)}")
     return "\n".join(text)

@@ -90,8 +90,8 @@ class Effect:
     def _times(self) -> list[tuple[Sequence[float], Sequence[float]]]:
         """Of each start the times of it and of the first; of its own record alone where no start has both."""
         pairs = self.starts or (((self.record, self.first),) if self.first else ())
-        taken = [(_samples(record), _samples(first)) for record, first in pairs]
-        return [(ours.time_us, theirs.time_us) for ours, theirs in taken if ours and theirs]
+        samples = [(_samples(record), _samples(first)) for record, first in pairs]
+        return [(ours.time_us, theirs.time_us) for ours, theirs in samples if ours and theirs]
 
     @cached_property
     def change(self) -> Estimate | None:
@@ -122,9 +122,9 @@ class Effect:
         change = self.change
         if change is None or self.interval is None:
             return ""
-        compared = [one for one in self.family or (self,) if one.p_value is not None]
-        raised = holm([one.p_value or 0.0 for one in compared])
-        if next(value for one, value in zip(compared, raised, strict=True) if one is self) > 1 - CONFIDENCE:
+        compared = [effect for effect in self.family or (self,) if effect.p_value is not None]
+        raised = holm([effect.p_value or 0.0 for effect in compared])
+        if next(value for effect, value in zip(compared, raised, strict=True) if effect is self) > 1 - CONFIDENCE:
             return "no difference shown"
         return "slower" if change.value > 1 else "faster"
 
@@ -156,9 +156,9 @@ def effects(records: Iterable[Ablation], problem: Problem | None = None) -> list
     Args:
         problem: of it alone; of every problem on record where None.
     """
-    every = [one for one in records if problem in (None, one.problem)]
+    every = [record for record in records if problem in (None, record.problem)]
     groups = {axis.name: [level.name for level in axis.levels] for axis in AXES.values()}
-    return _beside_first(every, groups, lambda one: (one.axis, one.problem), lambda one: one.level)
+    return _beside_first(every, groups, lambda record: (record.axis, record.problem), lambda record: record.level)
 
 
 def shares(records: Iterable[Part]) -> list[Effect]:
@@ -167,19 +167,19 @@ def shares(records: Iterable[Part]) -> list[Effect]:
     A part's share of the time is one minus the ratio.
     """
     every = list(records)
-    groups = {stage: list(PARTS) for stage in sorted({one.stage for one in every})}
-    return _beside_first(every, groups, lambda one: (one.stage, one.problem), lambda one: one.left_out)
+    groups = {stage: list(PARTS) for stage in sorted({record.stage for record in every})}
+    return _beside_first(every, groups, lambda record: (record.stage, record.problem), lambda record: record.left_out)
 
 
 def lever_effects(records: Iterable[Ablation]) -> list[Effect]:
     """Every lever that there is beside its stage as it is with the same tunables."""
-    every = [one for one in records if one.axis == levers.AXIS]
-    groups = dict.fromkeys((one.stage for one in every), (levers.AS_IT_IS, *levers.names()))
+    every = [record for record in records if record.axis == levers.AXIS]
+    groups = dict.fromkeys((record.stage for record in every), (levers.AS_IT_IS, *levers.names()))
 
-    def place(one: Ablation) -> Place:
-        return one.stage, one.problem, tuple(sorted(one.parameters.items()))
+    def place(record: Ablation) -> Place:
+        return record.stage, record.problem, tuple(sorted(record.parameters.items()))
 
-    return _beside_first(every, groups, place, lambda one: one.level)
+    return _beside_first(every, groups, place, lambda record: record.level)
 
 
 Place = tuple[Any, ...]
@@ -192,22 +192,26 @@ def _beside_first(
     """The names of each group, as one family: each of the newest run that has it at a problem, beside the group's first
     name there in that run, and over the starts that timed both with the same code."""
     every = sorted(records, key=lambda record: record.run)
-    known = {(one.run, place(one), name(one)): one for one in every if name(one) in groups.get(place(one)[0], ())}
-    newest = {(at[:2], wanted): run for run, at, wanted in known}
-    places = dict.fromkeys((run, at) for run, at, wanted in known if newest[at[:2], wanted] == run)
+    known = {
+        (measured.run, place(measured), name(measured)): measured
+        for measured in every
+        if name(measured) in groups.get(place(measured)[0], ())
+    }
+    newest = {(at[:2], label): run for run, at, label in known}
+    places = dict.fromkeys((run, at) for run, at, label in known if newest[at[:2], label] == run)
     family: list[Effect] = []
     for group, run, at in ((group, run, at) for group in groups for run, at in places if at[0] == group):
         first = known.get((run, at, groups[group][0]))
-        for wanted in groups[group]:
-            record = known.get((run, at, wanted))
-            if record is None or (record is not first and newest[at[:2], wanted] != run):
+        for label in groups[group]:
+            record = known.get((run, at, label))
+            if record is None or (record is not first and newest[at[:2], label] != run):
                 continue
             starts: list[Any] = []
             if first is not None and record is not first and _samples(record):
-                alike = [one for one in every if place(one) == at and _samples(one)]
-                starts = select.by_start(alike, name, (wanted, groups[group][0]))
+                alike = [measured for measured in every if place(measured) == at and _samples(measured)]
+                starts = select.by_start(alike, name, (label, groups[group][0]))
             pairs = tuple((ours, theirs) for ours, theirs in starts)
-            family.append(Effect(group=group, name=wanted, record=record, first=first, starts=pairs, family=family))
+            family.append(Effect(group=group, name=label, record=record, first=first, starts=pairs, family=family))
     return family
 
 
@@ -230,9 +234,9 @@ def _caption(shown: Sequence[Effect]) -> str:
     )
 
 
-def _records(one: Effect) -> list[Ablation | Part]:
+def _records(effect: Effect) -> list[Ablation | Part]:
     """Those that it is of, on every start."""
-    return [one.record, *(record for record, _ in one.starts)]
+    return [effect.record, *(record for record, _ in effect.starts)]
 
 
 def chart(shown: Sequence[Effect]) -> Chart:
@@ -241,10 +245,10 @@ def chart(shown: Sequence[Effect]) -> Chart:
     Raises:
         NoDataError: none has a time.
     """
-    timed = [one for one in shown if one.ratio is not None]
-    values = "; ".join(f"{one.group}, {one.name}: {one.ratio:.3f}" for one in timed if not one.is_first)
+    timed = [effect for effect in shown if effect.ratio is not None]
+    values = "; ".join(f"{effect.group}, {effect.name}: {effect.ratio:.3f}" for effect in timed if not effect.is_first)
     return _chart(
-        [(f"{one.group} ({AXES[one.group].stage[:2]})", one.name, one, one.change) for one in timed],
+        [(f"{effect.group} ({AXES[effect.group].stage[:2]})", effect.name, effect, effect.change) for effect in timed],
         name="ablations",
         xlabel="time over that of the first level; less is better",
         alt=f"Time of every level over that of the first level of its axis. {values}.",
@@ -255,11 +259,13 @@ def chart(shown: Sequence[Effect]) -> Chart:
 
 def lever_chart(shown: Sequence[Effect]) -> Chart:
     """Every lever's time over that of its stage as it is, a row a problem, with 95 % intervals; raises as `chart`."""
-    timed = [one for one in shown if one.ratio is not None and not one.is_first]
-    values = "; ".join(f"{one.name}, {one.record.problem.label}: {one.ratio:.3f}" for one in timed)
-    ordered = sorted(timed, key=lambda one: (one.name, one.record.problem.head_dim, one.record.problem.mask != "full"))
+    timed = [effect for effect in shown if effect.ratio is not None and not effect.is_first]
+    values = "; ".join(f"{effect.name}, {effect.record.problem.label}: {effect.ratio:.3f}" for effect in timed)
+    ordered = sorted(
+        timed, key=lambda effect: (effect.name, effect.record.problem.head_dim, effect.record.problem.mask != "full")
+    )
     return _chart(
-        [(one.name, one.record.problem.label, one, one.change) for one in ordered],
+        [(effect.name, effect.record.problem.label, effect, effect.change) for effect in ordered],
         name="levers",
         xlabel="time over that of the stage as it is; less is better",
         alt=f"Time of every lever over that of its stage as it is. {values}.",
@@ -275,12 +281,16 @@ def split_chart(shown: Sequence[Effect]) -> Chart:
 
     Raises as `chart`.
     """
-    timed = [(one, share) for one in shown if (share := _share(one)) is not None]
+    timed = [(effect, share) for effect in shown if (share := _share(effect)) is not None]
     values = "; ".join(
-        f"{one.group}, {one.record.problem.sizes} {_PART_TITLES[one.name]} {share.value:.1f} %" for one, share in timed
+        f"{effect.group}, {effect.record.problem.sizes} {_PART_TITLES[effect.name]} {share.value:.1f} %"
+        for effect, share in timed
     )
     return _chart(
-        [(f"{one.group}, {one.record.problem.sizes}", _PART_TITLES[one.name], one, share) for one, share in timed],
+        [
+            (f"{effect.group}, {effect.record.problem.sizes}", _PART_TITLES[effect.name], effect, share)
+            for effect, share in timed
+        ],
         name="time-split",
         xlabel="percent of the stage's time that goes with the part",
         alt=f"Share of a stage's time that goes when a part of its work is left out. {values}.",
@@ -296,32 +306,32 @@ def _chart(rows: Sequence[tuple[str, str, Effect, Estimate | None]], *, name: st
         raise NoDataError.of(f"times to draw {name} of", "flashlab ablate" if ratio else "flashlab split")
     looks: Mapping[str, Look] = {"slower": "worse", "faster": "better"} if ratio else {}
     groups: dict[str, list[Interval]] = {}
-    for group, title, one, drawn in rows:
+    for group, title, effect, drawn in rows:
         assert drawn is not None
-        look = looks.get(one.verdict, "first" if one.is_first else "plain") if ratio else "plain"
+        look = looks.get(effect.verdict, "first" if effect.is_first else "plain") if ratio else "plain"
         groups.setdefault(group, []).append((title, drawn, look))
-    shown, folder = [one for _, _, one, _ in rows], "ablations" if ratio else "parts"
-    files = {f"{record.gpu.slug}/{folder}/{record.run}.jsonl" for one in shown for record in _records(one)}
+    shown, folder = [effect for _, _, effect, _ in rows], "ablations" if ratio else "parts"
+    files = {f"{record.gpu.slug}/{folder}/{record.run}.jsonl" for effect in shown for record in _records(effect)}
     text |= {"provenance": _caption(shown)}
     return intervals(groups, name=name, ratio=ratio, data_files=tuple(sorted(files)), **text)
 
 
-def _share(one: Effect) -> Estimate | None:
+def _share(effect: Effect) -> Estimate | None:
     """The percentage of the whole stage's time that goes with a part; None for the whole stage, and without times."""
-    if one.change is None or one.is_first:
+    if effect.change is None or effect.is_first:
         return None
-    value, low, high = (100 * (1 - ratio) for ratio in (one.change.value, one.change.high, one.change.low))
+    value, low, high = (100 * (1 - ratio) for ratio in (effect.change.value, effect.change.high, effect.change.low))
     return Estimate(value=value, low=low, high=high)
 
 
 # --- Tables -----------------------------------------------------------------------------------------------------------
 
 
-def _result(one: Effect) -> str:
+def _result(effect: Effect) -> str:
     """What can be said of its time, or why there is none."""
-    if one.median_us is None:
-        return prose(one.reason[:_REASON_CHARS])
-    return "compared with" if one.is_first else one.verdict
+    if effect.median_us is None:
+        return prose(effect.reason[:_REASON_CHARS])
+    return "compared with" if effect.is_first else effect.verdict
 
 
 def _with_interval(change: Estimate | None, form: str = "{:.3f}") -> str | None:
@@ -331,10 +341,10 @@ def _with_interval(change: Estimate | None, form: str = "{:.3f}") -> str | None:
     return form.format(change.value) + ends
 
 
-def _starts(one: Effect) -> str | None:
+def _starts(effect: Effect) -> str | None:
     """How many starts of a machine its ratio is of; None for the first."""
-    count = len(one.starts)
-    return None if one.change is None or one.is_first else "one start" if count < 2 else str(count)
+    count = len(effect.starts)
+    return None if effect.change is None or effect.is_first else "one start" if count < 2 else str(count)
 
 
 def _instructions(sass: Mapping[str, int]) -> str:
@@ -373,14 +383,14 @@ _PARTS = (
     Column("µs", "time_us", _MICROSECONDS),
     Column("share, % (95 %)", "share"),
     Column("starts", "starts"),
-    *(Column(one.header, one.header) for one in _RESOURCES),
+    *(Column(column.header, column.header) for column in _RESOURCES),
 )
 
 
 def levels_table(shown: Sequence[Effect]) -> str:
     """Every axis with its question, what was expected, and its levels, as Markdown."""
     text: list[str] = []
-    for (name, problem), levels in grouped(shown, lambda one: (one.group, one.record.problem)).items():
+    for (name, problem), levels in grouped(shown, lambda effect: (effect.group, effect.record.problem)).items():
         axis = AXES[name]
         claims = f" Claims: {', '.join(axis.claims)}." if axis.claims else ""
         text.append(
@@ -392,24 +402,24 @@ def levels_table(shown: Sequence[Effect]) -> str:
 
 def lever_table(shown: Sequence[Effect], name: str) -> str:
     """What one lever did on each problem, as a Markdown table with where it comes from."""
-    measured = [one for one in shown if one.name == name]
+    measured = [effect for effect in shown if effect.name == name]
     if not measured:
         return LEVER_NOT_MEASURED
-    plain = {id(one.record): one for one in shown if one.is_first}
-    pairs = [(plain.get(id(one.first)), one) for one in measured]
+    plain = {id(effect.record): effect for effect in shown if effect.is_first}
+    pairs = [(plain.get(id(effect.first)), effect) for effect in measured]
     return f"{table(_LEVERS, pairs)}\n<small>{_caption(measured)}</small>"
 
 
 def split_table(shown: Sequence[Effect]) -> str:
     """Every stage's time without each part, and the share that goes with it, as a Markdown table."""
     rows: list[dict[str, object]] = []
-    for (stage, problem), parts in grouped(shown, lambda one: (one.group, one.record.problem)).items():
+    for (stage, problem), parts in grouped(shown, lambda effect: (effect.group, effect.record.problem)).items():
         row: dict[str, object] = {"stage": stage, "problem": problem.sizes}
-        for one in parts:
-            cells = {"part": _PART_TITLES.get(one.name, one.name), "time_us": one.median_us}
-            cells |= {column.header: column.value(one) for column in _RESOURCES}
-            rows.append({**row, **cells, "share": _with_interval(_share(one), "{:.1f}"), "starts": _starts(one)})
-        if any(one.name == list(PARTS)[-1] for one in parts):
+        for effect in parts:
+            cells = {"part": _PART_TITLES.get(effect.name, effect.name), "time_us": effect.median_us}
+            cells |= {column.header: column.value(effect) for column in _RESOURCES}
+            rows.append({**row, **cells, "share": _with_interval(_share(effect), "{:.1f}"), "starts": _starts(effect)})
+        if any(effect.name == list(PARTS)[-1] for effect in parts):
             total = sum(share.value for share in map(_share, parts) if share)
             empty = dict.fromkeys(["time_us", "starts", *(column.header for column in _RESOURCES)])
             rows.append({**row, **empty, "part": "sum of the shares", "share": f"{total:.1f}"})
@@ -427,7 +437,9 @@ def agreement(gpu: str, data: Path) -> str:
         "levers": lever_effects(ablations),
         "parts left out": shares(store.records(gpu, Part, data)),
     }
-    rows = [_agreed(title, [one for one in found if len(one.starts) > 1]) for title, found in kinds.items()]
+    rows = [
+        _agreed(title, [effect for effect in measured if len(effect.starts) > 1]) for title, measured in kinds.items()
+    ]
     if not any(row[1] for row in rows):
         return "*No effect was measured with the same code on several starts of a machine yet.*"
     # Of two independent estimates with the same normal error: 1.96 and 2 · 1.96 standard errors of one, over √2.
@@ -440,21 +452,21 @@ def agreement(gpu: str, data: Path) -> str:
     return markdown(header, [*rows, said])
 
 
-def _agreed(title: str, found: Sequence[Effect]) -> list[str | int]:
+def _agreed(title: str, repeated: Sequence[Effect]) -> list[str | int]:
     holds, disjoint, later = [], [], []
-    for one in found:
-        of_starts = [interval(ratio_of_medians, *times, paired=True) for times in one._times]
+    for effect in repeated:
+        of_starts = [interval(ratio_of_medians, *times, paired=True) for times in effect._times]
         for a, b in permutations(of_starts, 2):
             holds.append(a.low <= b.value <= a.high)
             disjoint.append(a.high < b.low or b.high < a.low)
         if len(of_starts) > 2:
-            before = over_starts(ratio_of_medians, one._times[:-1], paired=True)
+            before = over_starts(ratio_of_medians, effect._times[:-1], paired=True)
             later.append(before.low <= of_starts[-1].value <= before.high)
 
     def share(of: Sequence[bool], times: int = 1) -> str:
         return f"{sum(of) // times} of {len(of) // times} ({100 * sum(of) / len(of):.0f} %)" if of else "–"
 
-    return [title, len(found), len(holds) // 2, share(holds), share(disjoint, 2), share(later)]
+    return [title, len(repeated), len(holds) // 2, share(holds), share(disjoint, 2), share(later)]
 
 
 # --- The pages --------------------------------------------------------------------------------------------------------
@@ -474,7 +486,7 @@ def levers_page(out: Output, shown: select.Results, data: Path) -> None:
     for lever in levers.choose():
         tables = []
         for effects in of_gpus:
-            mine = [one.record for one in effects if one.name == lever.name]
+            mine = [effect.record for effect in effects if effect.name == lever.name]
             if files := dict.fromkeys(f"{record.gpu.slug}/ablations/{record.run}.jsonl" for record in mine):
                 links = ", ".join(data_links(files, page))
                 tables.append(f"{lever_table(effects, lever.name)} <small>· {links}</small>")

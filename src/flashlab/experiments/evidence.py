@@ -76,7 +76,7 @@ class Entry(Facts):
     def _inherited(cls, fields: dict[str, Any]) -> dict[str, Any]:
         """What stands beside is of the same problem and ablation unless it says otherwise."""
         inherited = {name: fields[name] for name in ("shape", "dtype", "axis", "per") if name in fields}
-        return {**fields, "beside": [{**inherited, **one} for one in fields.get("beside", ())]}
+        return {**fields, "beside": [{**inherited, **other} for other in fields.get("beside", ())]}
 
     @field_validator("of", mode="before")
     @classmethod
@@ -144,7 +144,7 @@ def shown_without(claimed: str, stage_ids: Sequence[str], gpu: str, data: Path =
         f"{tables.number(counts['smem_kb'])} KB of shared memory and {spill}"
     )
     checks = (row.emulator for row in select.emulated_checks(gpu, data) if row.stage == able[-1])
-    statuses = [one.status for one in checks if one and one.status != "unsupported"]
+    statuses = [check.status for check in checks if check and check.status != "unsupported"]
     if statuses:
         sentence += f"; run on a CPU, it was right at {statuses.count('ok')} of {len(statuses)} problems"
     return f"{sentence}."
@@ -219,13 +219,13 @@ class Records:
 
     def levels(self, axis: str, operands: Sequence[str]) -> Starts:
         """Levels of an ablation at the first shape, all else the stage's defaults, each start's of one run."""
-        wanted = [
+        levels = [
             _level(name, {**registry.get(name).parameters(FIRST.head_dim), **values})
             for name, values in map(split, operands)
         ]
         on_axis = (row for row in self.rows("ablations") if row.axis == axis and row.status == "ok")
         rows = [row for row in on_axis if row.problem == FIRST]
-        return by_start(rows, lambda row: _level(row.stage, row.parameters), wanted, f"flashlab ablate {axis}")
+        return by_start(rows, lambda row: _level(row.stage, row.parameters), levels, f"flashlab ablate {axis}")
 
     def parts(self, problem: Problem, name: str) -> Starts:
         """A stage without each part of its work, the whole stage first, each start's of one run."""
@@ -351,7 +351,9 @@ def find(records: Records, entry: Entry) -> Finding:
         name_of(finding.rows[index]) if operand.startswith(FASTEST) else split(operand)[0]
         for index, operand in enumerate(entry.operands)
     ]
-    choices = [_choice(operand) if any("[" in one for one in group) else "" for group in entry.of for operand in group]
+    choices = [
+        _choice(operand) if any("[" in member for member in group) else "" for group in entry.of for operand in group
+    ]
     names = [f"`{name}`{f' with {choice}' if choice else ''}" for name, choice in zip(stages, choices, strict=True)]
     values = {
         "problem": entry.problem.label,
@@ -367,10 +369,16 @@ def find(records: Records, entry: Entry) -> Finding:
     for other in entry.beside:
         with suppress(PendingError):
             beside.append((other, find(records, other)))
-    cited = {id(row): row for other, found in beside if other.cited for row in found.rows}
-    theirs = [*(name for _, found in beside for name in found.stages), *(n for one in entry.beside for n in one.names)]
+    cited = {id(row): row for other, other_finding in beside if other.cited for row in other_finding.rows}
+    theirs = [
+        *(name for _, other_finding in beside for name in other_finding.stages),
+        *(n for neighbour in entry.beside for n in neighbour.names),
+    ]
     own = set(map(id, finding.rows))
-    sentences = (_Text().format(entry.note, *names, **values), ", ".join(found.text for _, found in beside))
+    sentences = (
+        _Text().format(entry.note, *names, **values),
+        ", ".join(other_finding.text for _, other_finding in beside),
+    )
     return replace(
         finding,
         rows=[*finding.rows, *(row for place, row in cited.items() if place not in own)],
@@ -485,7 +493,7 @@ def spread(records: Records, entry: Entry) -> Finding:
     rows = [row for row in records.measurements if row.name in registry.RUNGS and len(times_us(row)) > 1]
     if not {row.name for row in rows} >= set(entry.names):
         raise PendingError("flashlab bench --suite standard")
-    percent, worst = max(((row.samples_of().cv_percent, row) for row in rows), key=lambda one: float(one[0]))
+    percent, worst = max(((row.samples_of().cv_percent, row) for row in rows), key=lambda pair: float(pair[0]))
     values = {"rows": len(rows), "at": f"`{worst.name}` at {worst.problem.label}"}
     values |= {"middle": float(np.median([row.samples_of().cv_percent for row in rows]))}
     return Finding(_exact(percent), (worst,), values)
@@ -498,7 +506,11 @@ def percent_of_peak(records: Records, entry: Entry) -> Finding:
     share = 100 * row.value / (_sheet(records.gpu).peak(row.name) or math.nan)
     defines: dict[str, int | str] = {"CHAINS": 1, "UNROLL": 1, "ELEMENT": "__half"}
     cubin = compiler.compile_file(KERNELS / "micro" / "tensor.cu", entry="micro_tensor", arch="sm_89", defines=defines)
-    opcodes = {one.opcode for one in sass.disassemble(cubin.code, cubin.entry) if sass.classify(one) == "tensor"}
+    opcodes = {
+        instruction.opcode
+        for instruction in sass.disassemble(cubin.code, cubin.entry)
+        if sass.classify(instruction) == "tensor"
+    }
     return Finding(_exact(share), (row,), {"tflops": row.value, "opcodes": ", ".join(sorted(opcodes))})
 
 
@@ -553,11 +565,11 @@ def largest_error(records: Records, entry: Entry) -> Finding:
     Each is an error against float64, so that their sum bounds the difference between the two.
     """
     errors = [(row.verdict.max_abs_error, row) for row in _judged(records, entry.problem) if row.status == "ok"]
-    ours = [one for one in errors if one[1].name in registry.RUNGS]
-    theirs = [one for one in errors if one[1].name in entry.names]
+    ours = [pair for pair in errors if pair[1].name in registry.RUNGS]
+    theirs = [pair for pair in errors if pair[1].name in entry.names]
     if not ours or not theirs:
         raise PendingError(_bench(entry.problem, (*registry.STAGES, *entry.names)))
-    (error, worst), (of_library, library) = (max(found, key=lambda one: float(one[0])) for found in (ours, theirs))
+    (error, worst), (of_library, library) = (max(pairs, key=lambda pair: float(pair[0])) for pairs in (ours, theirs))
     values = {"results": len(ours), "worst": f"`{worst.name}`", "error": error, "of_library": of_library}
     return Finding(_exact(error + of_library), (worst, library), values)
 

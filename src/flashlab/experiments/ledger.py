@@ -298,17 +298,21 @@ class Verdict(Facts):
     @property
     def decisive(self) -> Number | None:
         """The number that the verdict hangs on: of several the least favourable."""
-        return max(self.numbers, key=lambda one: list(KINDS).index(one.verdict), default=None)
+        return max(self.numbers, key=lambda number: list(KINDS).index(number.verdict), default=None)
 
     @property
     def starts(self) -> int | None:
         """The fewest starts that one of its numbers was measured on; None where none was measured."""
-        return min((one.starts for one in self.numbers if one.starts is not None), default=None)
+        return min((number.starts for number in self.numbers if number.starts is not None), default=None)
 
     def flat(self) -> dict[str, object]:
         """As `flashlab claims --json` prints it."""
-        one = self.decisive
-        number = {"value": one.value, "unit": one.unit, "interval": [one.low, one.high]} if one else {}
+        decisive = self.decisive
+        number = (
+            {"value": decisive.value, "unit": decisive.unit, "interval": [decisive.low, decisive.high]}
+            if decisive
+            else {}
+        )
         number["starts"] = self.starts
         return {
             "id": self.id,
@@ -355,12 +359,12 @@ def _against(number: Number, claimed: Range | None) -> str:
 
 def _numbers(claim: Claim, unit: str, finding: Finding) -> tuple[Number, ...]:
     """Our numbers, judged by the claim's rule one by one; held against nothing where it is not comparable."""
-    found = finding.numbers[: len(claim.numbers)]
+    measured = finding.numbers[: len(claim.numbers)]
     units = claim.units
-    if claim.not_comparable and (unit or len(units) != len(found)):
-        units = (unit or claim.unit,) * len(found)
+    if claim.not_comparable and (unit or len(units) != len(measured)):
+        units = (unit or claim.unit,) * len(measured)
     numbers = []
-    for ours, claimed, of in zip(found, claim.numbers, units, strict=not claim.not_comparable):
+    for ours, claimed, of in zip(measured, claim.numbers, units, strict=not claim.not_comparable):
         if claim.not_comparable:
             numbers.append(Number(claimed="", unit=of, verdict="not_comparable", **vars(ours)))
             continue
@@ -450,7 +454,7 @@ def verdicts(
 
 def as_json(verdicts: Sequence[Verdict]) -> str:
     """What data/<gpu>/verdicts.json holds."""
-    return json.dumps([one.model_dump(mode="json") for one in verdicts], indent=1, ensure_ascii=False) + "\n"
+    return json.dumps([verdict.model_dump(mode="json") for verdict in verdicts], indent=1, ensure_ascii=False) + "\n"
 
 
 def write(verdicts: Sequence[Verdict], gpu: str, data: Path = DATA) -> Path:
@@ -463,12 +467,12 @@ def as_rows(verdicts: Sequence[Verdict]) -> list[dict[str, object]]:
     claims, histories = {claim.id: claim for claim in read()}, rules_log.read().claims
     return [
         {
-            **one.flat(),
-            **claims[one.id].attribution,
-            "rule_says": RULES[one.rule].words,
-            "history": histories[one.id].flat() if one.id in histories else None,
+            **verdict.flat(),
+            **claims[verdict.id].attribution,
+            "rule_says": RULES[verdict.rule].words,
+            "history": histories[verdict.id].flat() if verdict.id in histories else None,
         }
-        for one in verdicts
+        for verdict in verdicts
     ]
 
 
@@ -492,7 +496,7 @@ def differences(
     here: Sequence[Verdict], there: Sequence[Verdict]
 ) -> Mapping[str, tuple[Verdict | None, Verdict | None]]:
     """The claims on which two sets of verdicts differ, whatever their numbers are; None where a set lacks the claim."""
-    ours, theirs = ({one.id: one for one in verdicts} for verdicts in (here, there))
+    ours, theirs = ({verdict.id: verdict for verdict in verdicts} for verdicts in (here, there))
     both = {name: (ours.get(name), theirs.get(name)) for name in (*ours, *theirs)}
     return {name: (a, b) for name, (a, b) in both.items() if (a and a.verdict) != (b and b.verdict)}
 
@@ -545,7 +549,7 @@ def measure(
         As `bench.run`.
     """
     limits = [name for entry in _entries() for name in entry.names if name in ceilings.CEILINGS]
-    made: list[Path | None] = []
+    paths: list[Path | None] = []
     for plan, of_gpu in zip(plans(stages), (limits, ()), strict=True):
         names = {name for of_problem in plan.values() for name in of_problem}
         run = bench.run(
@@ -557,16 +561,16 @@ def measure(
             ceilings=of_gpu,
             options=options,
         )
-        made.append(run)
+        paths.append(run)
     whole = [name for entry in _entries() for name in entry.names if entry.quantity == "time_shares"]
     axes = list(dict.fromkeys(entry.axis for entry in _entries() if entry.axis))
-    made += [ablation.measure(axes, options=options), ablation.split(whole, options=options)]
+    paths += [ablation.measure(axes, options=options), ablation.split(whole, options=options)]
     calls = [(name, entry.problem) for entry in _entries() for name in entry.names if entry.quantity == "call_time"]
     if options.resume:
-        timed = {(one.name, one.problem) for one in bench.on_record(Call, options, same_commit=True)}
+        timed = {(record.name, record.problem) for record in bench.on_record(Call, options, same_commit=True)}
         calls = [call for call in calls if call not in timed]
-    made += [time_calls(name, problem, data=options.data, device=options.device) for name, problem in calls]
-    return tuple(path for path in made if path)
+    paths += [time_calls(name, problem, data=options.data, device=options.device) for name, problem in calls]
+    return tuple(path for path in paths if path)
 
 
 def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 0) -> Path:
@@ -605,8 +609,10 @@ def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
     """How many claims of each document got each verdict, as a Markdown table."""
-    by_document = grouped(verdicts, lambda one: one.source.partition(" § ")[0])
-    counts = {title: Counter(one.verdict for one in of) for title, of in (*by_document.items(), ("all", verdicts))}
+    by_document = grouped(verdicts, lambda verdict: verdict.source.partition(" § ")[0])
+    counts = {
+        title: Counter(verdict.verdict for verdict in of) for title, of in (*by_document.items(), ("all", verdicts))
+    }
     kinds = [kind for kind in KINDS if counts["all"][kind]]
     rows: list[list[tables.Cell]] = [[title, *(of[kind] for kind in kinds), of.total()] for title, of in counts.items()]
     return tables.markdown(("document", *map(words, kinds), "claims"), rows)
@@ -615,7 +621,11 @@ def summary(verdicts: Sequence[Verdict]) -> str:
 def changed(verdicts: Sequence[Verdict]) -> str:
     """How many verdicts this revision changed, from what to what, and why, in a paragraph."""
     before = rules_log.read().verdicts_before
-    moved = Counter((before[one.id], one.verdict) for one in verdicts if before.get(one.id, one.verdict) != one.verdict)
+    moved = Counter(
+        (before[verdict.id], verdict.verdict)
+        for verdict in verdicts
+        if before.get(verdict.id, verdict.verdict) != verdict.verdict
+    )
     to = {kind: sum(count for (_, now), count in moved.items() if now == kind) for kind in KINDS}
     parts = [
         f"{count} became {words(kind)}, because {facts()['verdicts'][kind]['because']} "
@@ -623,7 +633,7 @@ def changed(verdicts: Sequence[Verdict]) -> str:
         for kind, count in to.items()
         if count
     ]
-    counts = Counter(one.verdict for one in verdicts)
+    counts = Counter(verdict.verdict for verdict in verdicts)
     left = ", ".join(f"{counts[kind]} {words(kind)}" for kind in KINDS if counts[kind])
     return (
         f"**This revision changed {moved.total()} of the {len(verdicts)} verdicts**, after an audit that held each "
@@ -634,9 +644,11 @@ def changed(verdicts: Sequence[Verdict]) -> str:
 def standing(verdicts: Sequence[Verdict]) -> str:
     """How many rules are younger than a result, and how many numbers are of few starts, in a paragraph."""
     histories = rules_log.read().claims
-    late = [one.id for one in verdicts if one.id in histories and histories[one.id].changed_after_its_result]
+    late = [
+        verdict.id for verdict in verdicts if verdict.id in histories and histories[verdict.id].changed_after_its_result
+    ]
     turned = [name for name in late if histories[name].turned_its_verdict]
-    few = [one.id for one in verdicts if one.starts is not None and one.starts < FEW_STARTS]
+    few = [verdict.id for verdict in verdicts if verdict.starts is not None and verdict.starts < FEW_STARTS]
     return (
         f"The rules of {len(late)} of the {len(verdicts)} claims, or their words, were changed after a result was "
         f"known, and {len(turned)} verdicts with them; the table says when, and from what to what. "
@@ -647,9 +659,9 @@ def standing(verdicts: Sequence[Verdict]) -> str:
 
 def contradictions(verdicts: Sequence[Verdict]) -> str:
     """Where the claims contradict one another or the chip, and what we found, as a Markdown table."""
-    by_id = {one.id: one for one in verdicts}
+    by_id = {verdict.id: verdict for verdict in verdicts}
     rows: list[list[tables.Cell]] = []
-    for what, ids in ((one["what"], one["ids"]) for one in facts()["contradictions"]):
+    for what, ids in ((contradiction["what"], contradiction["ids"]) for contradiction in facts()["contradictions"]):
         these = [by_id[name] for name in ids if name in by_id]
         claimed = (f"{each.id}: {each.claimed or each.claim}" for each in these)
         ours = (f"{each.id}: {shown(each.decisive)}" for each in these if each.decisive)
@@ -660,7 +672,7 @@ def contradictions(verdicts: Sequence[Verdict]) -> str:
 
 def _literal(text: str) -> str:
     """Text that neither Markdown nor HTML reads anything into."""
-    return re.sub(r"[!-+:<->@\[-`{-~-]", lambda found: f"&#{ord(found[0])};", text)
+    return re.sub(r"[!-+:<->@\[-`{-~-]", lambda match: f"&#{ord(match[0])};", text)
 
 
 def _whose(claim: Claim) -> str:
@@ -669,7 +681,10 @@ def _whose(claim: Claim) -> str:
     def on(lines: Sequence[int]) -> str:
         return f"line{'s' * (len(lines) > 1)} {', '.join(map(str, lines))}"
 
-    stated = [f"{CONDITIONS[name]}: {_literal(one.text)} ({on(one.lines)})" for name, one in claim.states.items()]
+    stated = [
+        f"{CONDITIONS[name]}: {_literal(statement.text)} ({on(statement.lines)})"
+        for name, statement in claim.states.items()
+    ]
     added = [f"{CONDITIONS[name]}: {_literal(text)}" for name, text in claim.adds.items()]
     history = rules_log.read().claims.get(claim.id)
     late = history is not None and history.changed_after_its_result
@@ -713,22 +728,22 @@ def table(
         stage: makes a link of the id of a stage or dead end.
     """
 
-    def why(one: Verdict) -> str:
-        links = ", ".join([*map(record, one.records), *map(stage, one.stages)])
+    def why(verdict: Verdict) -> str:
+        links = ", ".join([*map(record, verdict.records), *map(stage, verdict.stages)])
         origin = f"From {links}." if links else ""
-        return " ".join(filter(None, (one.reason, one.conclusion, origin)))
+        return " ".join(filter(None, (verdict.reason, verdict.conclusion, origin)))
 
     known = {claim.id: claim for claim in read()}
 
-    def what(one: Verdict) -> str:
-        return f"{one.claim}<br><small>{one.source}</small>{_whose(known[one.id])}"
+    def what(verdict: Verdict) -> str:
+        return f"{verdict.claim}<br><small>{verdict.source}</small>{_whose(known[verdict.id])}"
 
-    def number(one: Verdict) -> str | None:
-        ours = known[one.id].adds.get("number")
-        return f"{one.claimed}<br><small>Ours: {_literal(ours)}</small>" if ours else one.claimed or None
+    def number(verdict: Verdict) -> str | None:
+        ours = known[verdict.id].adds.get("number")
+        return f"{verdict.claimed}<br><small>Ours: {_literal(ours)}</small>" if ours else verdict.claimed or None
 
-    def where(one: Verdict) -> str:
-        return "; ".join(filter(None, (one.gpu, one.measured_on, f"`{one.rule}`")))
+    def where(verdict: Verdict) -> str:
+        return "; ".join(filter(None, (verdict.gpu, verdict.measured_on, f"`{verdict.rule}`")))
 
     columns = (
         tables.Column("id", "id", left=True),
@@ -753,7 +768,7 @@ def page(out: Output, results: Results, data: Path) -> None:
         True: "machine code and what a kernel computes; times and ratios stand beside, and judge nothing",
         False: "machine code and what a kernel computes; no time",
     }
-    pairs = [(one.claimed, f"`{one.measured}`", one.same, one.differs, carries[one.time]) for one in KINSHIPS]
+    pairs = [(pair.claimed, f"`{pair.measured}`", pair.same, pair.differs, carries[pair.time]) for pair in KINSHIPS]
     out.snippet("ledger-gpus.md", tables.markdown(gpus_header, pairs, left=5))
     out.text("data/claims.csv", CLAIMS.read_text(encoding="utf-8"))
     out.snippet("ledger-sources.md", sources.tables_of(sources.read()))
@@ -763,8 +778,8 @@ def page(out: Output, results: Results, data: Path) -> None:
         out.snippet("ledger.md", NOTHING_YET)
         out.snippet("ledger-changed.md", NOTHING_YET)
         return
-    found = verdicts(results.gpu, data)
-    out.snippet("ledger-changed.md", changed(found))
+    judged = verdicts(results.gpu, data)
+    out.snippet("ledger-changed.md", changed(judged))
 
     def record(place: str) -> str:
         file, _, line = place.rpartition(":")
@@ -773,7 +788,7 @@ def page(out: Output, results: Results, data: Path) -> None:
             f"[{folder}, line {line}](explorer.md?record={place}){' ([page](ablations.md))' * (folder == 'ablations')}"
         )
 
-    claims = table(found, record=record, stage=stage_link)
+    claims = table(judged, record=record, stage=stage_link)
     out.snippet("ledger.md", f'<div class="ledger" markdown>\n\n{claims}\n</div>\n')
 
 

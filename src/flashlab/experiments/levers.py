@@ -144,12 +144,12 @@ def parse(name: str, text: str) -> Lever:
     except tomllib.TOMLDecodeError as error:
         raise ParameterError(f"lever {name}: wanted a header in TOML above its diff, got: {error}") from None
     except ValidationError as error:
-        raise ParameterError("\n".join(f"lever {name}: {reason(one)}" for one in error.errors())) from None
+        raise ParameterError("\n".join(f"lever {name}: {reason(detail)}" for detail in error.errors())) from None
     path = shown(registry.get(lever.stage).source)
-    wanted = [f"--- a/{path}", f"+++ b/{path}"]
-    if lever.diff.splitlines()[:2] != wanted:
+    opening = [f"--- a/{path}", f"+++ b/{path}"]
+    if lever.diff.splitlines()[:2] != opening:
         raise ParameterError(
-            f"lever {name}: wanted a diff of {path} alone, which begins with {' and '.join(wanted)}, got "
+            f"lever {name}: wanted a diff of {path} alone, which begins with {' and '.join(opening)}, got "
             f"{lever.diff.splitlines()[:2]}"
         )
     return lever
@@ -164,12 +164,13 @@ def _hunks(diff: str, name: str) -> Iterator[tuple[str, list[str], list[str]]]:
     if not lines or not re.fullmatch(f"({_HUNK.pattern})+", "".join(lines)):
         raise ParameterError(f"lever {name}: wanted hunks, each below its `@@ -line,lines +line,lines @@`, got others")
     for line, num_old, num_new, text in _HUNK.findall("".join(lines)):
-        body = [one or " " for one in text.splitlines()]  # an editor may have taken the space of an empty line
-        old, new = ([one[1:] for one in body if one[0] in signs] for signs in (" -", " +"))
-        wanted = (int(num_old or 1), int(num_new or 1))
-        if (len(old), len(new)) != wanted or {one[0] for one in body} - set(" -+"):
+        # An editor may have taken the space of an empty line.
+        body = [text_line or " " for text_line in text.splitlines()]
+        old, new = ([text_line[1:] for text_line in body if text_line[0] in signs] for signs in (" -", " +"))
+        counts = (int(num_old or 1), int(num_new or 1))
+        if (len(old), len(new)) != counts or {text_line[0] for text_line in body} - set(" -+"):
             raise ParameterError(
-                f"lever {name}, hunk at line {line}: wanted {wanted[0]} lines before and {wanted[1]} after, as it "
+                f"lever {name}, hunk at line {line}: wanted {counts[0]} lines before and {counts[1]} after, as it "
                 f"says, got {len(old)} and {len(new)}"
             )
         yield line, old, new
@@ -187,7 +188,7 @@ def apply(diff: str, source: Path, *, name: str) -> str:
         places = [i for i in range(len(text) - len(old) + 1) if text[i : i + len(old)] == old]
         if len(places) != 1:
             stage = shown(source)
-            absent = "".join(f"; it has no line {one!r}" for one in old if one not in text)
+            absent = "".join(f"; it has no line {text_line!r}" for text_line in old if text_line not in text)
             raise ParameterError(
                 f"lever {name}, hunk at line {line}: wanted its {len(old)} lines once in {stage}, below those of the "
                 f"hunk before, got them {len(places)} times{absent}. What works: a "

@@ -144,7 +144,7 @@ class _Worker(GpuWorker):
             "heads": geometry.num_attention_heads,
             "kv_heads": geometry.num_key_value_heads,
             "head_dim": geometry.hidden_size // geometry.num_attention_heads,
-            "parameters": sum(one.numel() for one in self.model.parameters()),
+            "parameters": sum(weight.numel() for weight in self.model.parameters()),
             "transformers": transformers.__version__,
         }
         with torch.no_grad():
@@ -271,19 +271,21 @@ def shown(records: Sequence[ModelRun]) -> list[dict[str, Any]]:
     Each has its `record`, `tokens_per_s`, `attention_share` (of the time, what the model takes longer than with
     `nothing`; None where that is not on record), `usd_per_million`, and whether that price is `assumed`.
     """
-    newest = max((one.run for one in records), default="")
-    rows = [one for one in records if one.run == newest]
-    without = {(one.phase, one.batch): median(one.time_s) for one in rows if one.attention == NOTHING}
-    found: list[dict[str, Any]] = []
-    for one in (one for one in rows if one.attention != NOTHING):
-        seconds, bare = median(one.time_s), without.get((one.phase, one.batch))
-        rate = one.batch * (one.new_tokens or one.prompt_tokens) / seconds
-        price = one.start.usd_per_gpu_hour if one.start else None
-        row = {"record": one, "tokens_per_s": rate, "attention_share": None if bare is None else 1 - bare / seconds}
+    newest = max((record.run for record in records), default="")
+    rows = [record for record in records if record.run == newest]
+    without = {(record.phase, record.batch): median(record.time_s) for record in rows if record.attention == NOTHING}
+    figures: list[dict[str, Any]] = []
+    for record in (record for record in rows if record.attention != NOTHING):
+        seconds, bare = median(record.time_s), without.get((record.phase, record.batch))
+        rate = record.batch * (record.new_tokens or record.prompt_tokens) / seconds
+        price = record.start.usd_per_gpu_hour if record.start else None
+        row = {"record": record, "tokens_per_s": rate, "attention_share": None if bare is None else 1 - bare / seconds}
         row |= {"usd_per_million": (price or USD_PER_GPU_HOUR) / 3600 / rate * 1e6, "assumed": price is None}
-        found.append(row)
+        figures.append(row)
     order = [*PHASES]
-    return sorted(found, key=lambda row: (order.index(row["record"].phase), row["record"].batch, -row["tokens_per_s"]))
+    return sorted(
+        figures, key=lambda row: (order.index(row["record"].phase), row["record"].batch, -row["tokens_per_s"])
+    )
 
 
 COLUMNS = (
@@ -301,7 +303,7 @@ COLUMNS = (
 
 def _range(record: ModelRun) -> str:
     steps = record.new_tokens or 1
-    return "–".join(number(1e3 * one / steps) for one in (min(record.time_s), max(record.time_s)))
+    return "–".join(number(1e3 * seconds / steps) for seconds in (min(record.time_s), max(record.time_s)))
 
 
 def page(out: Any, results: Any, data: Path = DATA) -> None:
@@ -313,16 +315,17 @@ def page(out: Any, results: Any, data: Path = DATA) -> None:
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
-    one = rows[0]["record"]
+    record = rows[0]["record"]
     price = f"at {number(USD_PER_GPU_HOUR)} US$ a GPU-hour, which is assumed" if rows[0]["assumed"] else "at its price"
     facts = (
-        one.gpu.name,
-        f"{one.layers} layers, {one.heads} heads of {one.head_dim}, {number(one.parameters / 1e9)} billion parameters",
-        f"{one.dtype}, prompt of {one.prompt_tokens} tokens; a decoded token's time is that of one step",
-        f"median of {len(one.time_s)}, interleaved, one start",
-        f"transformers {one.transformers}, torch {one.software.get('torch', 'unknown')}",
+        record.gpu.name,
+        f"{record.layers} layers, {record.heads} heads of {record.head_dim}, "
+        f"{number(record.parameters / 1e9)} billion parameters",
+        f"{record.dtype}, prompt of {record.prompt_tokens} tokens; a decoded token's time is that of one step",
+        f"median of {len(record.time_s)}, interleaved, one start",
+        f"transformers {record.transformers}, torch {record.software.get('torch', 'unknown')}",
         f"cost {price}",
-        f"{one.time[:10]} · commit {one.source.commit[:7]}",
+        f"{record.time[:10]} · commit {record.source.commit[:7]}",
     )
     return f"{table(COLUMNS, rows)}\n\n<small>{' · '.join(facts)}</small>"
 

@@ -98,13 +98,13 @@ def lengths(name: str, batch: int | None = None) -> tuple[int, ...]:
     _, low, high, longest = known[name]
     rng = np.random.default_rng(0)
     if batch is not None:
-        found = rng.integers(low, high + 1, batch).tolist()
-        found[batch // 2] = longest or found[batch // 2]
-        return tuple(found)
-    found = [longest] if longest else []
-    while (left := TOKENS - sum(found)) > 0:
-        found.append(min(left, int(rng.integers(low, high + 1))))
-    return tuple(rng.permutation(found).tolist())
+        drawn = rng.integers(low, high + 1, batch).tolist()
+        drawn[batch // 2] = longest or drawn[batch // 2]
+        return tuple(drawn)
+    drawn = [longest] if longest else []
+    while (left := TOKENS - sum(drawn)) > 0:
+        drawn.append(min(left, int(rng.integers(low, high + 1))))
+    return tuple(rng.permutation(drawn).tolist())
 
 
 def measure(
@@ -161,10 +161,10 @@ class _Packed:
     def __init__(self, torch: Any, case: Message, *, seed: int, device: str) -> None:
         chosen = self.chosen = case["lengths"]
         self.dtype, self.causal = case["dtype"], case["mask"] == "causal"
-        made = torch.Generator(device=device).manual_seed(seed)
+        generator = torch.Generator(device=device).manual_seed(seed)
         shape = (sum(chosen), case["heads"], case["head_dim"])
         self.tensors = [
-            torch.randn(shape, generator=made, device=device).to(getattr(torch, self.dtype)) for _ in range(3)
+            torch.randn(shape, generator=generator, device=device).to(getattr(torch, self.dtype)) for _ in range(3)
         ]
         ends = np.concatenate([[0], np.cumsum(chosen)])
         self.bounds = list(zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True))
@@ -209,7 +209,7 @@ class _Packed:
         def result() -> Any:
             launch()
             rows = [launch.out[index, :, :length] for index, length in enumerate(self.chosen)]
-            return torch.cat([one.transpose(0, 1) for one in rows])
+            return torch.cat([sequence.transpose(0, 1) for sequence in rows])
 
         # Padding follows a sequence, so under a causal mask none of its rows sees it. Without a mask all do, so that
         # only the time means something.
@@ -237,11 +237,11 @@ class _Paged:
         self.dtype, self.causal = case["dtype"], False
         q_heads, kv_heads, head_dim = case["heads"], case["kv_heads"], case["head_dim"]
         self.shape = f"{len(chosen)}x{q_heads}x{kv_heads}x1x{PAGE_SIZE}x{head_dim}"
-        made = torch.Generator(device=device).manual_seed(seed)
+        generator = torch.Generator(device=device).manual_seed(seed)
         pages = [-(-length // PAGE_SIZE) for length in chosen]
         self.ends = np.concatenate([[0], np.cumsum(pages)]).astype(np.int32)
         """Of each sequence's pages in `order`."""
-        self.order = torch.randperm(sum(pages), generator=made, device=device).int()
+        self.order = torch.randperm(sum(pages), generator=generator, device=device).int()
         self.table = torch.zeros(len(chosen), max(pages), dtype=torch.int32, device=device)
         for index, count in enumerate(pages):
             self.table[index, :count] = self.order[int(self.ends[index]) :][:count]
@@ -250,7 +250,7 @@ class _Paged:
         size = 4 * math.prod(pool)
         self.copies = [
             tuple(
-                torch.randn(shape, generator=made, device=device).to(getattr(torch, self.dtype))
+                torch.randn(shape, generator=generator, device=device).to(getattr(torch, self.dtype))
                 for shape in ((len(chosen), q_heads, head_dim), pool, pool)
             )
             for _ in range(copies_beyond_l2(size, info))
@@ -299,8 +299,8 @@ class _Worker(GpuWorker):
         stream = int(self.torch.cuda.current_stream(self.device).cuda_stream)
         backend = timing.CudaBackend(self.device, stream)
         with self.torch.no_grad():
-            for one in self.job["cases"]:
-                self._case(one, timing.Timer(backend, seed=self.job["seed"]), stream)
+            for case in self.job["cases"]:
+                self._case(case, timing.Timer(backend, seed=self.job["seed"]), stream)
                 self.free()
 
     def _case(self, case: Message, timer: timing.Timer, stream: int) -> None:
@@ -341,18 +341,25 @@ def shown(records: Sequence[PackedRun]) -> list[dict[str, Any]]:
     """A row for each case, of the newest run that has it: ours, with its rate, and how many times faster it is than the
     others. Ours is the run's newest stage; in decoding, what `flashlab.paged_attention` takes where it has that."""
 
-    def case(one: PackedRun) -> tuple[Any, ...]:
-        decoding = one.kv_heads or 0
-        return decoding, one.head_dim, one.dtype, one.mask, one.distribution, decoding and len(one.lengths)
+    def case(record: PackedRun) -> tuple[Any, ...]:
+        decoding = record.kv_heads or 0
+        return (
+            decoding,
+            record.head_dim,
+            record.dtype,
+            record.mask,
+            record.distribution,
+            decoding and len(record.lengths),
+        )
 
-    def taken(one: PackedRun) -> str:
-        shape = f"{len(one.lengths)}x{one.heads}x{one.kv_heads}x1x{max(one.lengths)}x{one.head_dim}"
+    def taken(record: PackedRun) -> str:
+        shape = f"{len(record.lengths)}x{record.heads}x{record.kv_heads}x1x{max(record.lengths)}x{record.head_dim}"
         return paged.taken(Problem.parse(shape))
 
     rows = []
     for (kv_heads, head_dim, dtype, mask, distribution, _), same in grouped(records, case).items():
-        newest = max(one.run for one in same)
-        by_name = {one.name: one for one in same if one.run == newest}
+        newest = max(record.run for record in same)
+        by_name = {record.name: record for record in same if record.run == newest}
         names = (taken(same[0]), *DECODE_NAMES[-2::-1]) if kv_heads else PACKING[::-1]
         ours = next((by_name[name] for name in names if name in by_name), None)
         if ours is None:
@@ -361,7 +368,7 @@ def shown(records: Sequence[PackedRun]) -> list[dict[str, Any]]:
         problem = dtype if kv_heads else f"D{head_dim} {mask} {dtype}"
         row = {"distribution": distribution, "problem": problem, "dtype": dtype}
         row |= {"sequences": len(ours.lengths), "keys": sum(ours.lengths), "stage": ours.name, "median_us": time_us}
-        row |= {"us": {name: one.samples.median_us for name, one in by_name.items()}}
+        row |= {"us": {name: record.samples.median_us for name, record in by_name.items()}}
         row |= {"over": {name: us / time_us for name, us in row["us"].items()}}
         row |= {"gb_per_s": ours.gb_per_s(time_us)} if kv_heads else {"tflops": ours.tflops(time_us)}
         rows.append(row)
@@ -396,12 +403,12 @@ def _page(out: Any, results: Any, data: Path, *, decoding: bool) -> None:
     """The table of the main GPU's newest run, or that there is none."""
     snippet, flag = ("ragged.md", " --decode") if decoding else ("packed.md", "")
     of = store.records(results.gpu, PackedRun, data) if results is not None else []
-    records = [one for one in of if bool(one.kv_heads) == decoding]
+    records = [record for record in of if bool(record.kv_heads) == decoding]
     rows = shown(records)
     if not rows:
         out.snippet(snippet, f"*No such sequences are on record yet: `flashlab packed{flag}` on a GPU makes them.*")
         return
-    newest = max(records, key=lambda one: one.run)
+    newest = max(records, key=lambda record: record.run)
     meaning = DECODE_LENGTHS if decoding else LENGTHS
     what = "; ".join(f"{name}: {meaning[name].says}" for name in dict.fromkeys(row["distribution"] for row in rows))
     how = (

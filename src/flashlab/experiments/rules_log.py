@@ -184,22 +184,22 @@ def _text(value: object) -> str:
 
 @cache
 def _verdicts_at(commit: str) -> dict[str, str]:
-    found = json.loads(_show(commit, _VERDICTS) or "[]")
-    return {one["id"]: _OLD_NAMES.get(one["verdict"], one["verdict"]) for one in found}
+    verdicts = json.loads(_show(commit, _VERDICTS) or "[]")
+    return {verdict["id"]: _OLD_NAMES.get(verdict["verdict"], verdict["verdict"]) for verdict in verdicts}
 
 
 def generate(at: str = "HEAD") -> Log:
     """The log of the history that leads to a commit."""
     order = {commit.hash: place for place, commit in enumerate(_commits(at, "."))}
     judged = [(order[commit.hash], _verdicts_at(commit.hash)) for commit in _commits(at, _VERDICTS)]
-    functions = {one["subject"]: one for one in facts()["functions_changed"]}
+    functions = {changed_function["subject"]: changed_function for changed_function in facts()["functions_changed"]}
     written: dict[str, str] = {}
     changes: dict[str, list[Change]] = {}
     paths = (_CLAIMS, _FACTS, "src/flashlab/evidence.py", "src/flashlab/experiments")
     for commit in _commits(at, *paths):
         place = order[commit.hash]
-        before = next((found for when, found in reversed(judged) if when < place), {})
-        after = next((found for when, found in judged if when >= place), {})
+        before = next((verdicts for when, verdicts in reversed(judged) if when < place), {})
+        after = next((verdicts for when, verdicts in judged if when >= place), {})
         old, new = _rules_at(commit.parent), _rules_at(commit.hash)
         function = functions.get(commit.subject, {"claims": ()})
         for claim, rule in new.items():

@@ -85,7 +85,7 @@ class Watched:
         """Take in a tool's log: each report is a paragraph, and the first kernel that it names is its."""
         lines = (line.removeprefix(_SIGN).strip() for line in log.splitlines() if line.startswith(_SIGN))
         said = "\n".join(line for line in lines if not line.startswith("COMPUTE-SANITIZER"))
-        totals = [int(one[1] or one[2]) for one in _SUMMARY.finditer(said)]
+        totals = [int(match[1] or match[2]) for match in _SUMMARY.finditer(said)]
         self.errors = sum(totals) if totals else None
         for report in filter(None, map(str.strip, _SUMMARY.sub("", said).split("\n\n"))):
             named = _ENTRY.search(report)
@@ -145,8 +145,8 @@ def sanitize(
     if unknown or not tools:
         raise ParameterError(f"tools: wanted some of {', '.join(TOOLS)}, got {', '.join(unknown) or 'none'}")
     device_info = gpu.info(options.device)
-    wanted = [registry.get(stage_id) for stage_id in (_EVERY if stage_ids is None else stage_ids)]
-    able = [stage for stage in wanted if device_info.arch in stage.archs]
+    stages = [registry.get(stage_id) for stage_id in (_EVERY if stage_ids is None else stage_ids)]
+    able = [stage for stage in stages if device_info.arch in stage.archs]
     if not able:
         raise ParameterError(f"wanted a stage that runs on {device_info.arch}, got none")
     command = profile.tool("compute-sanitizer", _GET)
@@ -157,7 +157,9 @@ def sanitize(
         options.note("compiling")
         every = {stage.id: launches(stage.id) for stage in able}
         for aligned in (True, False):
-            cells = [(one.launched, one.names) for cases in every.values() for one in cases if one.aligned == aligned]
+            cells = [
+                (case.launched, case.names) for cases in every.values() for case in cases if case.aligned == aligned
+            ]
             bench.compile_ahead(registry.implementations(tuple(every)), cells, options.device, aligned=(aligned,))
         work = [*itertools.product(tools, every)]
 
@@ -165,8 +167,8 @@ def sanitize(
             return watch(command, of[0], {"stage": of[1], "device": options.device}, options)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for (tool, stage_id), one in zip(work, pool.map(watched, work), strict=True):
-                fields = {"tool": tool, "version": tool_version, "stage": stage_id, **one.of(stage_id)}
+            for (tool, stage_id), observed in zip(work, pool.map(watched, work), strict=True):
+                fields = {"tool": tool, "version": tool_version, "stage": stage_id, **observed.of(stage_id)}
                 records.append(Sanitized(**book.header(), **fields))
                 store.append(book.path, records[-1])
     return book.path, tuple(records)
@@ -189,8 +191,8 @@ def watch(command: str, tool: str, job: Message, options: Options) -> Watched:
                 watched.death = str(error)
         if log.exists():
             watched.read(log.read_text(encoding="utf-8", errors="replace"))
-    found = "no summary" if watched.errors is None else several(watched.errors, "error")
-    options.note(f"{tool} of {job['stage']}: {found}")
+    outcome = "no summary" if watched.errors is None else several(watched.errors, "error")
+    options.note(f"{tool} of {job['stage']}: {outcome}")
     return watched
 
 

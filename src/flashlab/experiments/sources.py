@@ -25,7 +25,7 @@ COLUMNS = (
 
 def documents() -> Mapping[str, str]:
     """The documents by title, and what each is."""
-    return {one["title"]: one["what"] for one in facts()["documents"]}
+    return {document["title"]: document["what"] for document in facts()["documents"]}
 
 
 def read() -> list[dict[str, str]]:

@@ -62,9 +62,11 @@ def _merged(spans: Iterable[Span]) -> Iterator[Span]:
 def uses_of(moments: Iterable[Moment]) -> Uses:
     """Every group's GEMMs and softmaxes, GEMMs in the upper half of its row."""
     parts = (
-        Span(group, one.start, one.stop, name, _COLOURS[name], *((0.0, 0.48) if name == "softmax" else (0.52, 1.0)))
-        for one in moments
-        for group, name in (*one.gemms, *((group, "softmax") for group in one.softmaxes))
+        Span(
+            group, moment.start, moment.stop, name, _COLOURS[name], *((0.0, 0.48) if name == "softmax" else (0.52, 1.0))
+        )
+        for moment in moments
+        for group, name in (*moment.gemms, *((group, "softmax") for group in moment.softmaxes))
     )
     return grouped(sorted(_merged(parts), key=lambda span: span.start), lambda span: (span.row, span.words))
 
@@ -93,11 +95,11 @@ def units_of(kernel: Kernel, rates: Rates, moments: Iterable[Moment]) -> Iterato
     steps = cycle_model.steps_of(kernel, rates)
     # Of what the model counts as scores of a softmax, some stand for the output's rescale.
     real = kernel.group_rows * kernel.keys / sum(step.amount for step in steps if step.kind == "softmax")
-    for one in moments:
-        qk = sum(name == "QK" for _, name in one.gemms) / max(1, len(one.gemms))
-        yield Span(0, one.start, one.stop, "", STAGE, 1 - qk, 1.0)
-        yield Span(0, one.start, one.stop, "", ACCENT, 0.0, 1 - qk if one.gemms else 0.0)
-        yield Span(1, one.start, one.stop, "", PEER, 0.0, one.rate * real / rates.exp2)
+    for moment in moments:
+        qk = sum(name == "QK" for _, name in moment.gemms) / max(1, len(moment.gemms))
+        yield Span(0, moment.start, moment.stop, "", STAGE, 1 - qk, 1.0)
+        yield Span(0, moment.start, moment.stop, "", ACCENT, 0.0, 1 - qk if moment.gemms else 0.0)
+        yield Span(1, moment.start, moment.stop, "", PEER, 0.0, moment.rate * real / rates.exp2)
 
 
 def draw(stage_id: str, readings: Mapping[str, ChipReading], data: Path) -> Chart:
@@ -126,15 +128,17 @@ def draw(stage_id: str, readings: Mapping[str, ChipReading], data: Path) -> Char
     loads = ["TMA loads" + (" of block 0" if kernel.blocks > 1 else "")] if kernel.uses_wgmma else []
     begin = uses[0, "QK"][cycle_model.WARM_TILES * kernel.interleaved].start
     end = begin + max(drawings.TIMELINE_CYCLES.values())
-    units = [*_merged(units_of(kernel, rates, (one for one in moments if begin <= one.start < end)))]
+    units = [*_merged(units_of(kernel, rates, (moment for moment in moments if begin <= moment.start < end)))]
     spans = [
         *(copies_of(kernel, uses, readings) if loads else []),
         *(span._replace(row=len(loads) + span.row) for span in units),
-        *(span._replace(row=len(loads) + 2 + span.row) for one in uses.values() for span in one),
+        *(span._replace(row=len(loads) + 2 + span.row) for use in uses.values() for span in use),
     ]
     length = max(span.stop for span in units) - begin
-    busy = [sum((one.stop - one.start) * (one.high - one.low) for one in units if one.row == row) for row in (0, 1)]
-    tensor, exponential = (f"{100 * one / length:.0f} %" for one in busy)
+    busy = [
+        sum((unit.stop - unit.start) * (unit.high - unit.low) for unit in units if unit.row == row) for row in (0, 1)
+    ]
+    tensor, exponential = (f"{100 * cycles / length:.0f} %" for cycles in busy)
     gemm = sum(step.amount for step in cycle_model.steps_of(kernel, rates) if (step.kind, step.name) == ("issue", "QK"))
     measured_by = [ceilings["mma_sync_float16"]] if not kernel.uses_wgmma else []
     return drawings.timeline(
@@ -150,7 +154,7 @@ def draw(stage_id: str, readings: Mapping[str, ChipReading], data: Path) -> Char
         f"run at once share the tensor cores. {drawn}{NOTES[stage_id]}".strip(),
         provenance=cycle_tables.source(readings.values()),
         data_files=(
-            *sorted({f"{gpu.slug}/chip/{one.run}.jsonl" for one in readings.values()}),
+            *sorted({f"{gpu.slug}/chip/{reading.run}.jsonl" for reading in readings.values()}),
             *select.run_files(measured_by),
         ),
     )

@@ -54,12 +54,14 @@ def pools(readings: Iterable[Reading]) -> tuple[Reading, ...]:
     """
     every = list(readings)
     newest = {reading.problem: reading.run for reading in sorted(every, key=lambda reading: reading.run)}
-    taken = (one for one in every if one.run == newest[one.problem])
+    current = (measured for measured in every if measured.run == newest[measured.problem])
     merged = []
-    for same in grouped(taken, lambda one: (one.name, one.problem, one.timer, one.inputs, state(one))).values():
-        times = tuple(value for one in same for value in one.samples.time_us)
-        clocks = tuple(clock for one in same for clock in one.samples.call_clock_mhz)
-        enqueues = [one.enqueue_us for one in same if one.enqueue_us is not None]
+    for same in grouped(
+        current, lambda measured: (measured.name, measured.problem, measured.timer, measured.inputs, state(measured))
+    ).values():
+        times = tuple(value for measured in same for value in measured.samples.time_us)
+        clocks = tuple(clock for measured in same for clock in measured.samples.call_clock_mhz)
+        enqueues = [measured.enqueue_us for measured in same if measured.enqueue_us is not None]
         whole = {"time_us": times, "call_clock_mhz": clocks if len(clocks) == len(times) else ()}
         pooled: dict[str, Any] = {"samples": same[-1].samples.model_copy(update=whole)}
         pooled["enqueue_us"] = median(enqueues) if enqueues else None
@@ -88,10 +90,10 @@ def with_interval(estimate: Estimate) -> str:
 
 
 def _against(
-    found: Iterable[Reading], same: Callable[[Reading], object], base: Callable[[Reading], bool]
+    merged: Iterable[Reading], same: Callable[[Reading], object], base: Callable[[Reading], bool]
 ) -> list[tuple[Reading, Reading]]:
     """(pool, the pool it is held against): `same` gives both the same key, and `base` holds for the second alone."""
-    every = list(found)
+    every = list(merged)
     bases = {same(pool): pool for pool in every if base(pool)}
     return [(pool, bases[same(pool)]) for pool in every if not base(pool) and same(pool) in bases]
 
@@ -163,12 +165,12 @@ Spread = tuple[Measurement, ...]
 
 def samples(rows: Spread) -> list[Samples]:
     """The burst samples with a hot L2 of each start."""
-    return [taken for row in rows if (taken := row.samples_of())]
+    return [burst for row in rows if (burst := row.samples_of())]
 
 
 def between_percent(of_starts: Sequence[float | None]) -> float | None:
     """The largest of a number of each start over the smallest, less one; None where one is not known."""
-    known = [one for one in of_starts if one is not None]
+    known = [value for value in of_starts if value is not None]
     return 100 * (max(known) / min(known) - 1) if len(known) == len(of_starts) else None
 
 
@@ -180,20 +182,20 @@ def spreads(gpu_slug: str, data: Path = DATA) -> tuple[Spread, ...]:
     """
     rows = (row for row in store.measurements(gpu_slug, data) if row.kind == "peer" or row.name in registry.RUNGS)
     timed = (row for row in rows if row.problem.inputs == NORMAL and row.start and row.samples_of())
-    found: list[Spread] = []
+    repeated: list[Spread] = []
     for (_, name), same in grouped(timed, lambda row: (row.problem, row.name)).items():
         starts = select.by_start(same, lambda row: row.name, [name])
         if len(starts) > 1:
-            found.append(tuple(row for (row,) in starts))
+            repeated.append(tuple(row for (row,) in starts))
     ladder = {name: at for at, name in enumerate([*registry.RUNGS, *peers.PEERS])}
-    return tuple(sorted(found, key=lambda one: (one[0].problem, ladder.get(one[0].name, len(ladder)))))
+    return tuple(sorted(repeated, key=lambda spread: (spread[0].problem, ladder.get(spread[0].name, len(ladder)))))
 
 
 # --- Pages ------------------------------------------------------------------------------------------------------------
 
 
-def _bursts(found: Iterable[Reading]) -> list[Reading]:
-    return [pool for pool in found if pool.inputs == NORMAL and state(pool) != "sustained"]
+def _bursts(merged: Iterable[Reading]) -> list[Reading]:
+    return [pool for pool in merged if pool.inputs == NORMAL and state(pool) != "sustained"]
 
 
 def _title(name: str) -> str:
@@ -201,7 +203,7 @@ def _title(name: str) -> str:
 
 
 def _page(
-    found: Sequence[Reading],
+    merged: Sequence[Reading],
     columns: Sequence[Column],
     rows: Sequence[tuple[Problem, Any, Any]],
     above: Callable[[Sequence[Any]], str] = lambda rows: "",
@@ -213,40 +215,43 @@ def _page(
         above: what stands above a table of rows.
     """
     parts = []
-    for one in sorted(dict.fromkeys(pool.problem for pool in found), key=lambda one: -one.flops):
-        mine = [row for _, _, row in sorted((row for row in rows if row[0] == one), key=lambda row: row[1])]
-        parts.append(f"### {one.label}\n\n{above(mine)}{table(columns, mine)}")
-    runs = sorted({pool.run for pool in found})
+    for problem in sorted(dict.fromkeys(pool.problem for pool in merged), key=lambda problem: -problem.flops):
+        mine = [row for _, _, row in sorted((row for row in rows if row[0] == problem), key=lambda row: row[1])]
+        parts.append(f"### {problem.label}\n\n{above(mine)}{table(columns, mine)}")
+    runs = sorted({pool.run for pool in merged})
     source = "; ".join(f"{select.date(run)}, commit {select.commit_label(run)}" for run in runs)
-    return "\n".join([*parts, f"*{found[0].gpu.name} · {source}*\n" if found else ""])
+    return "\n".join([*parts, f"*{merged[0].gpu.name} · {source}*\n" if merged else ""])
 
 
 def missing_timers(found: Iterable[Reading]) -> str:
     """The timers that gave no reading and what installs them, as a sentence; empty where all or none did."""
-    there = {pool.timer for pool in found}
-    lacking = [f"{TIMERS[timer]} (`pip install {name}`)" for timer, name in INSTALLS.items() if timer not in there]
-    return f"**No reading on record:** {', '.join(lacking)}.\n" if there and lacking else ""
+    timers = {pool.timer for pool in found}
+    lacking = [f"{TIMERS[timer]} (`pip install {name}`)" for timer, name in INSTALLS.items() if timer not in timers]
+    return f"**No reading on record:** {', '.join(lacking)}.\n" if timers and lacking else ""
 
 
 def timers_table(found: Sequence[Reading]) -> str:
     """Other timers beside CUDA events on random inputs, a table a problem, each difference with what explains it."""
-    found = _bursts(found)
+    bursts = _bursts(found)
 
     def above(rows: Sequence[Comparison]) -> str:
-        agreeing = sum(one.agrees for one in rows)
+        agreeing = sum(comparison.agrees for comparison in rows)
         return f"{agreeing} of {len(rows)} medians are within {100 * AGREE:.0f} % of CUDA events.\n\n"
 
     columns = [
         Column("", "ours.name", _title),
         Column("other timer", "other.timer", TIMERS.get, left=True),
         Column("L2", "ours.samples.cache", left=True),
-        Column("difference", lambda one: one.why or "agrees", left=True),
+        Column("difference", lambda comparison: comparison.why or "agrees", left=True),
         Column("events, µs", "ours.samples.median_us", mhz),
         Column("other, µs", "other.samples.median_us", mhz),
         Column("other / events (95 %)", "ratio", with_interval),
     ]
-    rows = [(one.ours.problem, (one.other.timer, one.other.samples.cache == "cold"), one) for one in comparisons(found)]
-    return _page(found, columns, rows, above)
+    rows = [
+        (comparison.ours.problem, (comparison.other.timer, comparison.other.samples.cache == "cold"), comparison)
+        for comparison in comparisons(bursts)
+    ]
+    return _page(bursts, columns, rows, above)
 
 
 def timers_chart(found: Sequence[Reading]) -> Chart:
@@ -255,17 +260,17 @@ def timers_chart(found: Sequence[Reading]) -> Chart:
     Raises:
         NoDataError: there is none.
     """
-    found = _bursts(found)
-    compared = comparisons(found)
+    bursts = _bursts(found)
+    compared = comparisons(bursts)
     if not compared:
         raise NoDataError.of("readings by other timers beside CUDA events", "flashlab method")
-    gpu = found[0].gpu
+    gpu = bursts[0].gpu
     series: dict[str, dict[str, tuple[float, float, float]]] = {}
-    for one in sorted(compared, key=lambda one: (-one.ours.problem.flops, one.other.timer)):
-        gain = one.ratio.percent_gain()
-        row = series.setdefault(f"{tables.peer_title(one.ours.name)}, {one.ours.problem.shape}", {})
-        row[f"{TIMERS[one.other.timer]}, {one.ours.samples.cache} L2"] = (gain.low, gain.value, gain.high)
-    runs = sorted({pool.run for pool in found})
+    for comparison in sorted(compared, key=lambda comparison: (-comparison.ours.problem.flops, comparison.other.timer)):
+        gain = comparison.ratio.percent_gain()
+        row = series.setdefault(f"{tables.peer_title(comparison.ours.name)}, {comparison.ours.problem.shape}", {})
+        row[f"{TIMERS[comparison.other.timer]}, {comparison.ours.samples.cache} L2"] = (gain.low, gain.value, gain.high)
+    runs = sorted({pool.run for pool in bursts})
     return charts.differences(
         series,
         name="timers",
@@ -280,8 +285,10 @@ def timers_chart(found: Sequence[Reading]) -> Chart:
 
 def zeros_table(found: Sequence[Reading]) -> str:
     """Zeros beside random normal inputs, by CUDA events: time, clock and power."""
-    found = [pool for pool in found if pool.timer == "events"]
-    pairs = _against(found, lambda pool: (pool.name, pool.problem, state(pool)), lambda pool: pool.inputs == "normal")
+    by_events = [pool for pool in found if pool.timer == "events"]
+    pairs = _against(
+        by_events, lambda pool: (pool.name, pool.problem, state(pool)), lambda pool: pool.inputs == "normal"
+    )
     columns = [
         Column("", "0.name", _title),
         Column("state", "0", state, left=True),
@@ -294,14 +301,14 @@ def zeros_table(found: Sequence[Reading]) -> str:
         Column("zeros", lambda pair: schema.power_w(pair[0].samples), number),
     ]
     states = ("burst, hot L2", "burst, cold L2", "sustained")
-    return _page(found, columns, [(pair[0].problem, states.index(state(pair[0])), pair) for pair in pairs])
+    return _page(by_events, columns, [(pair[0].problem, states.index(state(pair[0])), pair) for pair in pairs])
 
 
 def cache_table(found: Sequence[Reading]) -> str:
     """A cold L2 beside a hot one, random inputs, by every timer that was read."""
-    found = _bursts(found)
+    bursts = _bursts(found)
     pairs = _against(
-        found, lambda pool: (pool.name, pool.problem, pool.timer), lambda pool: pool.samples.cache == "hot"
+        bursts, lambda pool: (pool.name, pool.problem, pool.timer), lambda pool: pool.samples.cache == "hot"
     )
     columns = [
         Column("", "0.name", _title),
@@ -310,7 +317,7 @@ def cache_table(found: Sequence[Reading]) -> str:
         Column("cold, µs", "0.samples.median_us", mhz),
         Column("cold / hot (95 %)", lambda pair: with_interval(ratio(*pair))),
     ]
-    return _page(found, columns, [(pair[0].problem, list(TIMERS).index(pair[0].timer), pair) for pair in pairs])
+    return _page(bursts, columns, [(pair[0].problem, list(TIMERS).index(pair[0].timer), pair) for pair in pairs])
 
 
 def clock_table(shown: Results) -> str:
@@ -355,11 +362,13 @@ def spread_table(found: Iterable[Spread]) -> str:
         columns = [
             Column("", "0.name", _title),
             *(Column(f"start {index + 1}, µs", start(index), mhz) for index in range(starts)),
-            Column("within a start, std dev, %", lambda rows: fmean(one.cv_percent for one in samples(rows)), form),
-            Column("between starts, %", lambda rows: between_percent([one.median_us for one in samples(rows)]), form),
+            Column("within a start, std dev, %", lambda rows: fmean(burst.cv_percent for burst in samples(rows)), form),
+            Column(
+                "between starts, %", lambda rows: between_percent([burst.median_us for burst in samples(rows)]), form
+            ),
             Column(
                 "between starts in SM cycles, %",
-                lambda rows: between_percent([one.cycles_per_score for one in samples(rows)]),
+                lambda rows: between_percent([burst.cycles_per_score for burst in samples(rows)]),
                 form,
             ),
         ]
@@ -367,14 +376,14 @@ def spread_table(found: Iterable[Spread]) -> str:
     return "\n".join(text)
 
 
-def _starts_line(found: Sequence[Spread], columns: int) -> str:
-    every = {row.run: row for rows in found for row in rows}
+def _starts_line(timed: Sequence[Spread], columns: int) -> str:
+    every = {row.run: row for rows in timed for row in rows}
     begun = [f"{row.start.at[:16].replace('T', ' ')} UTC" for row in every.values() if row.start]
     chips = len({row.gpu.fingerprint for row in every.values()})
     short = f" {STARTS} are wanted." if columns < STARTS else ""
     return (
         f"*The machine was started at {', '.join(sorted(dict.fromkeys(begun)))}; the runs were on "
-        f"{chips} {'GPU' if chips == 1 else 'different GPUs'} ({found[0][0].gpu.name}).{short} "
+        f"{chips} {'GPU' if chips == 1 else 'different GPUs'} ({timed[0][0].gpu.name}).{short} "
         "Between: the slowest start's median over the fastest's, less one.*\n"
     )
 
@@ -386,16 +395,16 @@ def spread_chart(found: Iterable[Spread], *, mask: Mask = "full") -> Chart:
         NoDataError: nothing was measured there on two.
     """
     problem = Problem.parse(FIRST_SHAPE, mask=mask)
-    found = [rows for rows in found if rows[0].problem == problem]
-    if not found:
+    timed = [rows for rows in found if rows[0].problem == problem]
+    if not timed:
         raise NoDataError.of(f"{problem.label} on separate starts of a machine", "flashlab bench --suite first")
     series: dict[str, dict[str, tuple[float, float, float]]] = {}
-    for one in found:
-        middle = fmean(taken.median_us for taken in samples(one))
-        for start, taken in enumerate(samples(one), start=1):
-            low, mid, high = (100 * (float(t) / middle - 1) for t in np.percentile(taken.time_us, (5, 50, 95)))
-            series.setdefault(tables.peer_title(one[0].name), {})[f"start {start}"] = (low, mid, high)
-    every = [row for rows in found for row in rows]
+    for spread in timed:
+        middle = fmean(burst.median_us for burst in samples(spread))
+        for start, burst in enumerate(samples(spread), start=1):
+            low, mid, high = (100 * (float(t) / middle - 1) for t in np.percentile(burst.time_us, (5, 50, 95)))
+            series.setdefault(tables.peer_title(spread[0].name), {})[f"start {start}"] = (low, mid, high)
+    every = [row for rows in timed for row in rows]
     return charts.differences(
         series,
         name=f"starts-{mask}",
@@ -435,9 +444,9 @@ def summary(found: Iterable[Reading], starts: Iterable[Spread]) -> dict[str, Any
     compared = comparisons(pool for pool in found if pool.inputs == NORMAL)
     return {
         "compared": len(compared),
-        "agreeing": sum(one.agrees for one in compared),
+        "agreeing": sum(comparison.agrees for comparison in compared),
         "between_starts_percent": {
-            f"{rows[0].name} {rows[0].problem.label}": between_percent([one.median_us for one in samples(rows)])
+            f"{rows[0].name} {rows[0].problem.label}": between_percent([burst.median_us for burst in samples(rows)])
             for rows in starts
         },
     }

@@ -164,7 +164,7 @@ def measure(
             # The second worker's implementations are those of the first: the same code on the same inputs.
             job |= {"check": not rows.count}
             rows.run(job, ", ".join(timers), startup_s=left_s, step_s=left_s, total_s=left_s)
-            lost = {one.get("name") for one in rows.missing}
+            lost = {failure.get("name") for failure in rows.missing}
             names = [name for name in names if name not in lost]
         return rows.ended()
 
@@ -172,7 +172,7 @@ def measure(
 def recorded(data: Path = DATA) -> bool:
     """Whether this very commit has readings of every stage and library of `measure` on this GPU, by our own timer."""
     known = on_record(Reading, Options(data=data), same_commit=True)
-    return {one.name for one in known if one.timer == "events"} >= {*STAGES, *PEERS}
+    return {reading.name for reading in known if reading.timer == "events"} >= {*STAGES, *PEERS}
 
 
 # --- The worker -------------------------------------------------------------------------------------------------------
@@ -319,17 +319,17 @@ class _Worker(GpuWorker):
         cases = self._of(problem)
         timer = timing.Timer(self._backend, seed=self.job["seed"])
         for cold in (False, True):
-            found = timer.burst(
+            bursts = timer.burst(
                 {label: case.run for label, case in cases.items()},
                 cold=cold,
                 samples=self.job["samples"],
                 min_samples=4,
                 cap_s=0.6,
             )
-            for label, taken in found.items():
+            for label, burst in bursts.items():
                 if not cold:
-                    self._calls[label] = taken.calls
-                self._keep(cases[label], "events", taken.model_dump(mode="json"))
+                    self._calls[label] = burst.calls
+                self._keep(cases[label], "events", burst.model_dump(mode="json"))
 
     def _sustained(self) -> None:
         """Our own timer, without a pause, on normal inputs and zeros one after the other."""
@@ -342,8 +342,8 @@ class _Worker(GpuWorker):
         for case in chosen:
             if self._left_s() < 2 * seconds:
                 raise LaunchError(f"no time was left for {case.label} and what comes after it")
-            taken = timer.sustained(case.run, seconds=seconds, call_us=case.call_us)
-            self._keep(case, "events", taken.model_dump(mode="json"))
+            samples = timer.sustained(case.run, seconds=seconds, call_us=case.call_us)
+            self._keep(case, "events", samples.model_dump(mode="json"))
 
     def _profiler(self, problem: Problem) -> None:
         """CUPTI's times of the kernels, in bursts."""
@@ -454,11 +454,11 @@ def kernel_times(trace: Mapping[str, Any], calls: Sequence[int]) -> list[float]:
             inside.append(took)
     if len(groups) < len(calls):
         raise LaunchError(f"wanted {len(calls)} samples in the profiler's trace, found {len(groups)}")
-    found = groups[len(groups) - len(calls) :]
-    for kernels, count in zip(found, calls, strict=True):
+    last_groups = groups[len(groups) - len(calls) :]
+    for kernels, count in zip(last_groups, calls, strict=True):
         if not kernels or len(kernels) % count:
             raise LaunchError(f"wanted the kernels of {count} calls between two spins, found {len(kernels)}")
-    return [sum(kernels) / count for kernels, count in zip(found, calls, strict=True)]
+    return [sum(kernels) / count for kernels, count in zip(last_groups, calls, strict=True)]
 
 
 def nvbench_samples(file: Path) -> list[tuple[int, Message]]:
@@ -468,7 +468,7 @@ def nvbench_samples(file: Path) -> list[tuple[int, Message]]:
         LaunchError: a measurement without samples.
     """
     whole = json.loads(file.read_text(encoding="utf-8"))
-    found: list[tuple[int, Message]] = []
+    samples: list[tuple[int, Message]] = []
     for state in (state for bench in whole["benchmarks"] for state in bench["states"]):
         if state.get("is_skipped"):
             continue
@@ -481,15 +481,17 @@ def nvbench_samples(file: Path) -> list[tuple[int, Message]]:
         hertz = _floats(summaries.get("nv/json/freqs-bin:nv/cold/sample_freqs"), file)
         if not seconds:
             raise LaunchError(f"step {step}: wanted NVBench's samples, found none in {file.name}")
-        one: Message = {"regime": "burst", "cache": "cold", "calls": 1, "sm_clock_mhz": []}
+        common: Message = {"regime": "burst", "cache": "cold", "calls": 1, "sm_clock_mhz": []}
         clocks = [value / 1e6 for value in hertz] if len(hertz) == len(seconds) else []
-        found.append((step, {**one, "time_us": [1e6 * value for value in seconds], "call_clock_mhz": clocks}))
+        samples.append((step, {**common, "time_us": [1e6 * value for value in seconds], "call_clock_mhz": clocks}))
         batch = summaries.get("nv/batch/time/gpu/mean")
         if batch:
             calls = int(summaries["nv/batch/sample_size"]["value"])
             time_us = 1e6 * float(batch["value"])
-            found.append((step, {**one, "cache": "hot", "calls": calls, "time_us": [time_us], "call_clock_mhz": []}))
-    return found
+            samples.append(
+                (step, {**common, "cache": "hot", "calls": calls, "time_us": [time_us], "call_clock_mhz": []})
+            )
+    return samples
 
 
 def _floats(summary: Mapping[str, Any] | None, beside: Path) -> list[float]:

@@ -72,7 +72,9 @@ def ablate(
     else:
         levels = ablation.choose(axes)
         if listed:
-            rows = [{**asdict(axis), "levels": {one.name: dict(one.params) for one in axis.levels}} for axis in levels]
+            rows = [
+                {**asdict(axis), "levels": {level.name: dict(level.params) for level in axis.levels}} for axis in levels
+            ]
             columns = {"axis": "name", "stage": "stage", "levels": lambda row: "; ".join(row["levels"])}
             answer(rows, columns | {"claims": "claims"})
             return
@@ -86,13 +88,13 @@ def ablate(
     with following("measuring") as follow:
         options = Options(data=data, device=device, progress=follow, resume=resume)
         path = measure(plan=plan, options=options)
-    found = effects(store.read(path, schema.Ablation)[0]) if path else []
-    _show(found, path)
-    failures = [one for one in found if one.median_us is None]
+    outcomes = effects(store.read(path, schema.Ablation)[0]) if path else []
+    _show(outcomes, path)
+    failures = [effect for effect in outcomes if effect.median_us is None]
     if failures:
         raise CheckFailedError(
-            f"{len(failures)} of {len(found)} levels have no time: "
-            + "; ".join(f"{one.group}, {one.name}: {one.reason}" for one in failures)
+            f"{len(failures)} of {len(outcomes)} levels have no time: "
+            + "; ".join(f"{effect.group}, {effect.name}: {effect.reason}" for effect in failures)
         )
 
 
@@ -120,7 +122,7 @@ def split(
     with following("measuring") as follow:
         path = ablation.split(
             stage_ids,
-            problems=[Problem.parse(one, dtype=dtype, mask=mask) for one in shape or ablation.SPLIT_SHAPES],
+            problems=[Problem.parse(sizes, dtype=dtype, mask=mask) for sizes in shape or ablation.SPLIT_SHAPES],
             plan=ablation.PLAN if samples is None else replace(ablation.PLAN, samples=samples),
             options=Options(data=data, device=device, progress=follow, note=missing.append, resume=resume),
         )
@@ -136,7 +138,7 @@ def _show(effects: Sequence[Effect], path: Path | None) -> None:
         say("All of it is on record; nothing was measured.")
         return
     columns = ("group", "name", "shape", "mask", "median_us", "ratio", "interval", "verdict", "samples")
-    rows = [one.flat() for one in effects]
+    rows = [effect.flat() for effect in effects]
     answer(rows, (*columns, "registers", "spill_store_bytes", "blocks_per_sm", "reason"))
     say(f"Recorded in {path}")
 
