@@ -407,7 +407,7 @@ class _Passes:
                 stream=stream,
             )
             self._steps.append((heads, qk, softmax, pv))
-        wanted_gemms = {product for _, qk, _, pv in self._steps for product in (qk, pv)}
+        wanted_gemms = {gemm for _, qk, _, pv in self._steps for gemm in (qk, pv)}
         self._matmuls: dict[Gemm, Matmul] = {}
         self._workspace: gpu.Zeroed | None = None
         with gpu.context(device):
