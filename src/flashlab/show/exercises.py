@@ -54,10 +54,10 @@ class Exercise:
         """
         source = registry.get(self.stage).source
         before, after = map(re.escape, self.line.split(BLANK))
-        found = list(re.finditer(rf"{before}(\S.*?){after}", source.read_text(encoding="utf-8")))
-        if len(found) != 1:
-            raise ParameterError(f"exercise: wanted one line of {source.name} like {self.line!r}, found {len(found)}")
-        return found[0]
+        matches = list(re.finditer(rf"{before}(\S.*?){after}", source.read_text(encoding="utf-8")))
+        if len(matches) != 1:
+            raise ParameterError(f"exercise: wanted one line of {source.name} like {self.line!r}, found {len(matches)}")
+        return matches[0]
 
 
 EXERCISES: Mapping[str, Exercise] = {
@@ -106,8 +106,8 @@ class Checked:
         """How many times the ideal's wavefronts of shared memory it took; None where that does not count."""
         if self.exercise.conflicts is None or not self.trial or not self.trial.report:
             return None
-        counters = [one for one in self.trial.report.counters if one.space == "shared"]
-        return sum(one.wavefronts for one in counters) / sum(one.ideal_wavefronts for one in counters)
+        counters = [counter for counter in self.trial.report.counters if counter.space == "shared"]
+        return sum(counter.wavefronts for counter in counters) / sum(counter.ideal_wavefronts for counter in counters)
 
     @property
     def passed(self) -> bool:

@@ -27,7 +27,7 @@ _WORDS = ("gpu", "run", "kind", "name", "shape", "dtype", "mask", "inputs", "sta
 
 def states(record: Timed) -> dict[tuple[Regime, Cache], None]:
     """The states that a record has a time in."""
-    return dict.fromkeys((taken.regime, taken.cache) for taken in record.samples)
+    return dict.fromkeys((sample.regime, sample.cache) for sample in record.samples)
 
 
 def lines(gpu: str, data: Path = DATA) -> list[dict[str, Any]]:
@@ -43,7 +43,7 @@ def lines(gpu: str, data: Path = DATA) -> list[dict[str, Any]]:
         for row in select.select(store.records(gpu, Measurement, data), sessions(gpu, data), EVERY_KIND)
         for state in states(row)
     }
-    found = []
+    times = []
     for line in store.lines(gpu, "runs", data):
         record = line.record
         if not isinstance(record, Measurement):
@@ -52,7 +52,7 @@ def lines(gpu: str, data: Path = DATA) -> list[dict[str, Any]]:
         alike = replace(problem, inputs=NORMAL)
         for state in states(record):
             values = state_of(record, *state)
-            found.append(
+            times.append(
                 {
                     **{"gpu": record.gpu.slug, "run": record.run, "line": line.number},
                     **{"kind": record.kind, "name": record.name},
@@ -71,7 +71,7 @@ def lines(gpu: str, data: Path = DATA) -> list[dict[str, Any]]:
                     "shown": int(not record.with_lse and (record.run, record.name, problem, *state) in shown),
                 }
             )
-    return found
+    return times
 
 
 def text(everything: Iterable[Results], data: Path = DATA) -> str:

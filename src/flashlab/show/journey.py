@@ -45,14 +45,14 @@ def key_lines(stage: Stage) -> str:
 
 def drawings_of(stage: Stage) -> list[Callable[[], charts.Chart]]:
     """The drawings in a rung's section of the journey, in its order."""
-    found: dict[str, list[str]] = {}
+    names_by_rung: dict[str, list[str]] = {}
     rung = ""
     for kind, name in re.findall(r'"journey/(?:(drawing)-)?(\w+)\.md(?::heading)?"', (SITE / PAGE).read_text("utf-8")):
         if kind:
-            found.setdefault(rung, []).append(name)
+            names_by_rung.setdefault(rung, []).append(name)
         elif name in registry.STAGES:
             rung = name
-    return [drawings.DRAWINGS[name] for name in found.get(stage.id, ())]
+    return [drawings.DRAWINGS[name] for name in names_by_rung.get(stage.id, ())]
 
 
 # --- What was measured ------------------------------------------------------------------------------------------------
@@ -67,7 +67,10 @@ def _cells(shown: Results, stage: Stage) -> list[tuple[str, Measurement, float |
     cells = []
     for head_dim, mask in product((64, 128), MASKS):
         problem = replace(shown.first, head_dim=head_dim, mask=mask)
-        row = next((one for one in shown.rows(problem) if one.name == stage.id and one.status == "ok"), None)
+        row = next(
+            (candidate for candidate in shown.rows(problem) if candidate.name == stage.id and candidate.status == "ok"),
+            None,
+        )
         if row is None:
             continue
         gain = select.speedup(*predictions.pair(shown, problem, stage.id, stage.parent)) if stage.parent else None
@@ -85,15 +88,15 @@ def _rung(shown: Results, stage: Stage) -> dict[str, Any]:
     """What a rung's section says: its lines, neighbours and, where it is on record, its rates beside its parent's."""
     place = RUNGS.index(stage.id)
     neighbours = [("before", RUNGS[place - 1])] if place else []
-    neighbours += [("after", one) for one in RUNGS[place + 1 : place + 2]]
+    neighbours += [("after", neighbour) for neighbour in RUNGS[place + 1 : place + 2]]
     facts = {"stage": stage, "lines": key_lines(stage), "neighbours": neighbours}
     cells = _cells(shown, stage) if shown.first else []
     if not cells:
         return facts | {"row": None}
     _, row, gain = cells[0]
-    lines: list[tuple[str | None, ...]] = [("TFLOP/s", *(number(select.rate(one)) for _, one, _ in cells))]
+    lines: list[tuple[str | None, ...]] = [("TFLOP/s", *(number(select.rate(measured)) for _, measured, _ in cells))]
     if stage.parent:
-        lines.append(("over parent", *(_over_parent(one) if one else None for _, _, one in cells)))
+        lines.append(("over parent", *(_over_parent(comparison) if comparison else None for _, _, comparison in cells)))
     scored = tables.scored(predictions.scores(shown, [stage]))
     rates = markdown(("", *(title for title, _, _ in cells)), lines)
     return facts | {"row": row, "gain": gain, "share": contests.percent_of_peak(row), "scored": scored, "rates": rates}

@@ -54,7 +54,9 @@ def branches(kernels: Mapping[str, Sequence[Instruction]]) -> str:
         Column("predicated exits", lambda item: sass.branches(item[1]).predicated_exits),
         Column("in subroutines", lambda item: sass.branches(item[1]).in_subroutines),
         Column("shared-memory accesses", lambda item: sass.shared_memory(item[1])),
-        Column("local-memory accesses", lambda item: sum(sass.classify(one) == "local" for one in item[1])),
+        Column(
+            "local-memory accesses", lambda item: sum(sass.classify(instruction) == "local" for instruction in item[1])
+        ),
     )
     return table(columns, kernels.items())
 
@@ -66,6 +68,11 @@ _EXCERPT = 16
 def excerpt(instructions: Sequence[Instruction], opcode: str) -> str:
     """Machine code from the densest stretch of instructions whose opcode starts with `opcode`, as a code block."""
     starts = range(max(1, len(instructions) - _EXCERPT + 1))
-    best = max(starts, key=lambda i: sum(one.opcode.startswith(opcode) for one in instructions[i : i + _EXCERPT]))
-    text = "\n".join(f"{one.address:06x}  {one.text}" for one in instructions[best : best + _EXCERPT])
+    best = max(
+        starts,
+        key=lambda i: sum(instruction.opcode.startswith(opcode) for instruction in instructions[i : i + _EXCERPT]),
+    )
+    text = "\n".join(
+        f"{instruction.address:06x}  {instruction.text}" for instruction in instructions[best : best + _EXCERPT]
+    )
     return f"```text\n{text}\n```\n"

@@ -145,13 +145,13 @@ def measuring(gpu: str, *, full: bool = False, stages: str = "") -> tuple[sweep.
 
 def showing(gpu: str, *, stages: str = "") -> tuple[sweep.Cell, ...]:
     """The cells that show what is on record: every notebook that has a page."""
-    found = []
+    cells = []
     for notebook in (NOTEBOOKS / f"{name}.ipynb" for name in PAGE_OF):
         given = {"source": "replay", "stages": stages}
         known = sweep.parameters_of(notebook)
         chosen = {key: value for key, value in given.items() if key in known and value}
-        found.append(sweep.cell(notebook, gpu, chosen, minutes=_SHOWN_MIN))
-    return tuple(found)
+        cells.append(sweep.cell(notebook, gpu, chosen, minutes=_SHOWN_MIN))
+    return tuple(cells)
 
 
 def plan(
@@ -168,7 +168,7 @@ def plan(
     cells = measuring(lab.gpu, full=full, stages=stages) if lab.source == "measure" else ()
     shown = sweep.planned(showing(lab.gpu, stages=stages), out / "notebooks", data, flat=True)
     # They are executed anew, whatever was done, and two at a time.
-    again = [one | {"state": "left", "why": "", "minutes": round(one["minutes"] / 2, 2)} for one in shown]
+    again = [cell | {"state": "left", "why": "", "minutes": round(cell["minutes"] / 2, 2)} for cell in shown]
     return [*sweep.planned(cells, out / "sweep", data), *again]
 
 

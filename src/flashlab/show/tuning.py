@@ -59,21 +59,21 @@ def worth(of_key: Sequence[Trial]) -> dict[tuple[str, ...], dict[tuple[int, ...]
         values = [trial["parameters"].get(name) for trial in of_key]
         if len(set(values) - {None}) > 1:
             together.setdefault(tuple(map(values.index, values)), []).append(name)
-    found: dict[tuple[str, ...], dict[tuple[int, ...], float | None]] = {}
+    best_speeds: dict[tuple[str, ...], dict[tuple[int, ...], float | None]] = {}
     for names in map(tuple, together.values()):
         speeds: dict[tuple[int, ...], list[float]] = {}
         for trial in of_key:
             if names[0] in trial["parameters"]:
                 value = tuple(trial["parameters"][name] for name in names)
                 speeds.setdefault(value, []).extend(filter(None, [trial["speedup"]]))
-        found[names] = {value: max(speeds[value], default=None) for value in sorted(speeds)}
-    return found
+        best_speeds[names] = {value: max(speeds[value], default=None) for value in sorted(speeds)}
+    return best_speeds
 
 
 def by_key(gpu_slug: str, data: Path = DATA) -> dict[Key, list[Trial]]:
     """The variants on record of a GPU, as `trials` has them, by stage and problem; may be empty."""
-    found = grouped(trials(store.records(gpu_slug, Tuning, data)), lambda trial: trial["key"])
-    return {key: found[key] for key in sorted(found)}
+    trials_by_key = grouped(trials(store.records(gpu_slug, Tuning, data)), lambda trial: trial["key"])
+    return {key: trials_by_key[key] for key in sorted(trials_by_key)}
 
 
 def _text(parameters: Mapping[str, int], beside: Mapping[str, int] | None = None) -> str:
@@ -110,24 +110,24 @@ def winners_table(found: Mapping[Key, Sequence[Trial]], *, rows: Iterable[Choice
 def choices_table(held: Sequence[tuned.Held]) -> str:
     """What is chosen for every problem that torch's SDPA was timed on, the worst first, as a Markdown table."""
 
-    def time_us(one: tuned.Held) -> float | None:
-        return one.choice.time_us if one.time_us is None and not one.lender else one.time_us
+    def time_us(entry: tuned.Held) -> float | None:
+        return entry.choice.time_us if entry.time_us is None and not entry.lender else entry.time_us
 
-    def run(one: tuned.Held) -> str:
-        lent = f"not timed here: chosen by the records of {one.lender}"
-        return one.run or (lent if one.lender else "not in one process")
+    def run(entry: tuned.Held) -> str:
+        lent = f"not timed here: chosen by the records of {entry.lender}"
+        return entry.run or (lent if entry.lender else "not in one process")
 
     lines: list[list[tables.Cell]] = [
         [
-            one.problem.label,
-            one.choice.stage.id,
-            _text(one.choice.parameters, one.choice.stage.parameters(one.problem.head_dim)),
-            None if (own_us := time_us(one)) is None else f"{own_us:.1f}",
-            None if one.peer_us is None else f"{one.peer_us:.1f}",
-            None if one.ratio is None else f"{one.ratio:.2f}",
-            run(one),
+            entry.problem.label,
+            entry.choice.stage.id,
+            _text(entry.choice.parameters, entry.choice.stage.parameters(entry.problem.head_dim)),
+            None if (own_us := time_us(entry)) is None else f"{own_us:.1f}",
+            None if entry.peer_us is None else f"{entry.peer_us:.1f}",
+            None if entry.ratio is None else f"{entry.ratio:.2f}",
+            run(entry),
         ]
-        for one in held
+        for entry in held
     ]
     header = ("problem", "stage", "differs from the defaults", "µs", "SDPA, µs", "times faster", "run")
     return f"{tuned.tally(held)}\n\n{tables.markdown(header, lines, left=3)}"
@@ -136,14 +136,14 @@ def choices_table(held: Sequence[tuned.Held]) -> str:
 def left_out_table(kinds: Mapping[str, Sequence[tuned.LeftOut]]) -> str:
     """How good the choice is at problems that are left out of the table, by what the stages are for, as Markdown."""
     lines: list[list[tables.Cell]] = []
-    for kind, found in kinds.items():
-        slower = [one.time_us / one.least_us for one in found]
-        off = [math.exp(abs(math.log(one.choice.time_us / one.time_us))) for one in found]
-        if found:
-            worst = found[slower.index(max(slower))]
+    for kind, entries in kinds.items():
+        slower = [entry.time_us / entry.least_us for entry in entries]
+        off = [math.exp(abs(math.log(entry.choice.time_us / entry.time_us))) for entry in entries]
+        if entries:
+            worst = entries[slower.index(max(slower))]
             where = f"{worst.problem.label}: {worst.choice.stage.id}" if max(slower) > 1 else None
             numbers = (geometric_mean(slower), max(slower), geometric_mean(off))
-            lines.append([kind, str(len(found)), *(f"{one:.3f}" for one in numbers), where])
+            lines.append([kind, str(len(entries)), *(f"{number:.3f}" for number in numbers), where])
     header = ("stages", "problems", "time over the fastest there", "at most", "prediction off by", "the worst")
     return tables.markdown(header, lines) if lines else "*The table has no problem with stages to choose from.*"
 
