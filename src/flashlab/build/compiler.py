@@ -254,11 +254,11 @@ def toolchain() -> Toolchain:
     missing: list[str] = []
     for wheel, (folder, name) in _WHEELS.items():
         try:
-            found = metadata.distribution(wheel)
+            wheel_metadata = metadata.distribution(wheel)
             if not version:
-                major, minor, *_ = found.version.split(".")
+                major, minor, *_ = wheel_metadata.version.split(".")
                 version, pinned = f"{major}.{minor}", f"=={major}.{minor}.*"
-            place = Path(str(found.locate_file(f"nvidia/cu{major}/{folder}")))
+            place = Path(str(wheel_metadata.locate_file(f"nvidia/cu{major}/{folder}")))
             file = place / name.format(major=major)
             # The library is too large to be read at every start.
             content = file.stat().st_size if folder == "lib" else digest(file.read_bytes())
@@ -266,7 +266,7 @@ def toolchain() -> Toolchain:
             missing.append(f"'{wheel}{pinned}'")
             continue
         folders.append(place)
-        identity.append(f"{wheel} {found.version} {content}")
+        identity.append(f"{wheel} {wheel_metadata.version} {content}")
     if missing:
         raise MissingPackageError(
             "wanted NVRTC and the CUDA headers from wheels to compile kernels, not all are installed. "

@@ -65,9 +65,9 @@ def measure(
         NoGpuError, MissingPackageError, UnsupportedError: the worker cannot work here.
         LaunchError: the worker does not start, or another process measures on the GPU.
     """
-    for one in implementations.values():
-        if one.kind == "stage":
-            one.stage.parameters(one.stage.head_dims[0], one.params)
+    for implementation in implementations.values():
+        if implementation.kind == "stage":
+            implementation.stage.parameters(implementation.stage.head_dims[0], implementation.params)
     if not ceilings and not any(names for _, names in cells):
         raise ParameterError(
             f"wanted at least one implementation and problem, got {len(implementations)} and {len(cells)}"
@@ -93,7 +93,7 @@ def measure(
 
 
 def _record(
-    schema: Schema, header: Message, one: Implementation, problem: Problem, row: Message
+    schema: Schema, header: Message, implementation: Implementation, problem: Problem, row: Message
 ) -> Measurement | Tuning | Ablation | Part | None:
     """The record of a worker's row; None where there is none to be made of it."""
     fields: Message = {"verdict": None, "samples": (), "cubin": None, **row}
@@ -102,8 +102,12 @@ def _record(
             return None
         (fields["samples"],), fields["parameters"] = row["samples"], row["cubin"]["parameters"]
     elif schema is not Measurement:
-        fields["parameters"] = one.stage.parameters(problem.head_dim, one.params) if one.kind == "stage" else {}
-    fields |= {**header, **one.record, "problem": problem}
+        fields["parameters"] = (
+            implementation.stage.parameters(problem.head_dim, implementation.params)
+            if implementation.kind == "stage"
+            else {}
+        )
+    fields |= {**header, **implementation.record, "problem": problem}
     return schema.model_validate({name: value for name, value in fields.items() if name in schema.model_fields})
 
 
@@ -126,8 +130,8 @@ def implementations_of(
         UnknownStageError, ParameterError: there is none of a name, or no file; or the plan names anything else.
     """
     named = {
-        name: replace(one, record={"name": name, "kind": "stage", "lse": False})
-        for name, one in registry.implementations(stages, sources).items()
+        name: replace(stage_made, record={"name": name, "kind": "stage", "lse": False})
+        for name, stage_made in registry.implementations(stages, sources).items()
     }
     for name in libraries.default_names(problems) if peers is None else peers:
         named[name] = Implementation(kind="peer", id=libraries.get(name).name, record={"name": name, "kind": "peer"})
@@ -177,12 +181,12 @@ def run(
         if not names and not wanted:
             return None
     second = {
-        f"{name}{_WITH_LSE}": replace(one, lse_of=name, record={**one.record, "lse": True})
-        for name, one in named.items()
-        if plan.lse and one.kind == "stage"
+        f"{name}{_WITH_LSE}": replace(implementation, lse_of=name, record={**implementation.record, "lse": True})
+        for name, implementation in named.items()
+        if plan.lse and implementation.kind == "stage"
     }
     cells = [
-        (problem, [*some, *(twin for twin, one in second.items() if one.lse_of in some)])
+        (problem, [*some, *(twin for twin, twin_of in second.items() if twin_of.lse_of in some)])
         for problem, some in names.items()
     ]
     return measure(
@@ -235,14 +239,16 @@ def compile_for(
     jobs: dict[str, compiler.Job] = {}
     labels: dict[tuple[Problem, str], str] = {}
     for problem, names in cells:
-        for name, one in ((name, named[name]) for name in names if name in named and named[name].kind == "stage"):
-            stage = one.stage
+        for name, implementation in (
+            (name, named[name]) for name in names if name in named and named[name].kind == "stage"
+        ):
+            stage = implementation.stage
             if (stage.language == "triton" and triton_code.missing()) or stage.why_not(problem, arch):
                 continue
             how = {
-                "overrides": choice.parameters(stage, slug, problem, arch=arch, overrides=one.params),
-                "source": one.source,
-                "may_spill": one.may_spill,
+                "overrides": choice.parameters(stage, slug, problem, arch=arch, overrides=implementation.params),
+                "source": implementation.source,
+                "may_spill": implementation.may_spill,
                 "line_info": line_info,
             }
             for rows in aligned:
@@ -293,7 +299,7 @@ def on_record(kind: type[T], options: Options, *, same_commit: bool = False) -> 
     """The records of this GPU that `stands_for` holds for: what need not be measured again."""
     here = gpu.info(options.device)
     known = store.records(here.slug, kind, options.data)
-    return tuple(one for one in known if stands_for(one, here, same_commit=same_commit))
+    return tuple(record for record in known if stands_for(record, here, same_commit=same_commit))
 
 
 def not_recorded(
@@ -311,9 +317,9 @@ def not_recorded(
         return list(cells)
     named_by = [name for name in sorted(kind.model_fields) if name in _NAMING]
     done = {
-        (one.problem, one.cubin.sha256, *(getattr(one, name) for name in named_by))
-        for one in on_record(kind, options)
-        if one.cubin is not None
+        (record.problem, record.cubin.sha256, *(getattr(record, name) for name in named_by))
+        for record in on_record(kind, options)
+        if record.cubin is not None
     }
 
     def stands(problem: Problem, name: str) -> bool:
@@ -328,7 +334,7 @@ def not_recorded(
 
 def ceilings_left(names: Sequence[str], options: Options) -> list[str]:
     """The ceilings among `names` that no record of this very commit has for this GPU."""
-    done = {one.name for one in on_record(Ceiling, options, same_commit=True)}
+    done = {ceiling.name for ceiling in on_record(Ceiling, options, same_commit=True)}
     return [name for name in names if name not in done]
 
 
@@ -346,7 +352,7 @@ def not_on_record(
     """As `_left`: of what `cells` want, what no row of `known` stands for. `code`: of stages, as it is now."""
 
     def stands(row: Measurement, name: str) -> bool:
-        one, problem = named[name], row.problem
+        implementation, problem = named[name], row.problem
         if row.status in ("unsupported", "missing"):
             return (problem, name) not in code
         wanted: dict[Cache, int] = {"cold": plan.cold_samples, "step": plan.step_samples}
@@ -357,20 +363,20 @@ def not_on_record(
         if plan.sustains(problem, name) and row.samples_of("sustained") is None:
             return False
         cubin = code.get((problem, name))
-        return one.kind == "peer" or (
+        return implementation.kind == "peer" or (
             isinstance(cubin, compiler.Cubin) and row.cubin is not None and row.cubin.sha256 == cubin.sha256
         )
 
     done = {(row.problem, row.name) for row in known if row.name in named and stands(row, row.name)}
-    found = {}
+    left = {}
     for problem, names in cells:
         lacking = {name for name in names if (problem, name) not in done}
         new = [named[name].id for name in lacking if named[name].kind == "stage"]
         parents = {registry.get(stage_id).parent for stage_id in new}
         beside = {name for name in names if new and (named[name].kind == "peer" or named[name].id in parents)}
         if lacking:
-            found[problem] = frozenset(lacking | beside)
-    return found
+            left[problem] = frozenset(lacking | beside)
+    return left
 
 
 # --- How long it will take --------------------------------------------------------------------------------------------
@@ -416,16 +422,16 @@ def estimate(
     built: set[tuple[str, Problem]] = set()
     estimates = []
     for problem in problems:
-        able = {name: one for name, one in named.items() if _takes(one, problem)}
+        able = {name: implementation for name, implementation in named.items() if _takes(implementation, problem)}
         shape = replace(problem, inputs=NORMAL)
         scores = min(plan.checks(problem), int(problem.batch * problem.q_heads * problem.visible_scores))
         seconds, long = 0.0, 0
-        for name, one in able.items():
-            call_s = _guess_us(one, problem, known) / 1e6
-            if (name, shape) not in built and one.kind == "peer":
-                seconds += libraries.get(one.id).compile_s
+        for name, implementation in able.items():
+            call_s = _guess_us(implementation, problem, known) / 1e6
+            if (name, shape) not in built and implementation.kind == "peer":
+                seconds += libraries.get(implementation.id).compile_s
             built.add((name, shape))
-            rows = 2 if plan.lse and one.kind == "stage" else 1
+            rows = 2 if plan.lse and implementation.kind == "stage" else 1
             seconds += rows * (_BUILD_S + _CHECK_S_PER_SCORE * scores + 2 * call_s)
             seconds += rows * (_burst_s(call_s, plan.samples, plan.min_samples, plan.cap_s) + 2 * call_s)
             if plan.cold_samples:
@@ -439,13 +445,13 @@ def estimate(
             seconds += min(2.0, plan.sustained_seconds) + (plan.sustained_seconds if plan.lse else 0.0)
         estimates.append(Estimate(problem=problem, implementations=len(able), sustained=long, seconds=seconds))
     num_ceilings = len(limits.CEILINGS) if ceilings is True else len(ceilings or ())
-    return tuple(estimates), _STARTUP_S + num_ceilings * _CEILING_S + sum(one.seconds for one in estimates)
+    return tuple(estimates), _STARTUP_S + num_ceilings * _CEILING_S + sum(cost.seconds for cost in estimates)
 
 
-def _takes(one: Implementation, problem: Problem) -> bool:
-    if one.kind == "stage":
-        return one.stage.why_not(problem) is None
-    return libraries.get(one.id).limits(problem) is None
+def _takes(implementation: Implementation, problem: Problem) -> bool:
+    if implementation.kind == "stage":
+        return implementation.stage.why_not(problem) is None
+    return libraries.get(implementation.id).limits(problem) is None
 
 
 def _burst_s(call_s: float, samples: int, min_samples: int, cap_s: float) -> float:
@@ -454,8 +460,8 @@ def _burst_s(call_s: float, samples: int, min_samples: int, cap_s: float) -> flo
     return max(min(samples * each_s, cap_s), min_samples * each_s)
 
 
-def _guess_us(one: Implementation, problem: Problem, known: Sequence[Measurement]) -> float:
-    name: str | None = one.id
+def _guess_us(implementation: Implementation, problem: Problem, known: Sequence[Measurement]) -> float:
+    name: str | None = implementation.id
     while name is not None:
         alike = [
             (row, samples)
@@ -473,5 +479,5 @@ def _guess_us(one: Implementation, problem: Problem, known: Sequence[Measurement
                 ),
             )
             return samples.median_us * problem.flops / row.problem.flops
-        name = registry.get(name).parent if one.kind == "stage" else None
+        name = registry.get(name).parent if implementation.kind == "stage" else None
     return problem.flops / _UNKNOWN_TFLOPS / 1e6

@@ -108,7 +108,7 @@ def supervise(
         if kind == "row":
             take(message["cell"], name, message["row"])
             return
-        done = total - sum(len(one.pending) for one in left.values())
+        done = total - sum(len(running.pending) for running in left.values())
         options.progress(done, total, " · ".join(filter(None, (cell.label, name, message["what"]))))
 
     while left:
@@ -187,7 +187,7 @@ class Rows:
         Raises:
             LaunchError: there is no row.
         """
-        missing = tuple(dict.fromkeys(f"{one['what']}: {one['reason']}" for one in self.missing))
+        missing = tuple(dict.fromkeys(f"{package['what']}: {package['reason']}" for package in self.missing))
         if not self.count:
             raise LaunchError("wanted at least one row, got none: " + "; ".join(missing))
         return self.book.path, missing
@@ -255,7 +255,9 @@ class GpuWorker:
         self.job = job
         self.send = send
         self.device = int(job["device"])
-        self.implementations = {name: Implementation(**one) for name, one in job.get("implementations", {}).items()}
+        self.implementations = {
+            name: Implementation(**fields) for name, fields in job.get("implementations", {}).items()
+        }
 
     def hold(self) -> None:
         """Take hold of the GPU and greet.

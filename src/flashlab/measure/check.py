@@ -81,7 +81,7 @@ def check_stages(
     """
     named = stages.implementations(stage_ids, sources)
     wanted = chosen_cases(
-        {name: one.stage for name, one in named.items()},
+        {name: implementation.stage for name, implementation in named.items()},
         seed=options.seed,
         on_cpu=False,
         **selection,
@@ -137,8 +137,10 @@ def _left(wanted: list[Case], folder: str, emulate: bool, options: Options) -> t
             for line in lines
             if line.status in ("ok", "wrong", "unsupported") and (line.emulator or not emulate)
         }
-        lacking = [tuple(name for name in one.names if (one.problem, one.layout, name) not in done) for one in wanted]
-        return path.stem, [replace(one, names=names) for one, names in zip(wanted, lacking, strict=True) if names]
+        lacking = [
+            tuple(name for name in case.names if (case.problem, case.layout, name) not in done) for case in wanted
+        ]
+        return path.stem, [replace(case, names=names) for case, names in zip(wanted, lacking, strict=True) if names]
     return None, wanted
 
 
@@ -209,19 +211,23 @@ class CheckWorker(GpuWorker):
         host: tuple[Any, ...] = ()
         for name in names:
             self.step(cell, name, "check")
-            one = self.implementations[name]
-            how: dict[str, Any] = {"layout": layout, "params": one.params, "source": one.source}
+            implementation = self.implementations[name]
+            how: dict[str, Any] = {"layout": layout, "params": implementation.params, "source": implementation.source}
             with self.surviving(cell, name):
-                one.stage.require(problem, self.info.arch)
-                verdict, out, lse, fallbacks = _guarded_run(one.id, problem, values, inputs, judge=judge, **how)
+                implementation.stage.require(problem, self.info.arch)
+                verdict, out, lse, fallbacks = _guarded_run(
+                    implementation.id, problem, values, inputs, judge=judge, **how
+                )
                 row: Message = {"status": "ok", "reason": "", "verdict": verdict, "fallbacks": fallbacks}
                 if not verdict.passed:
                     inputs = _guarded_inputs(values, layout)  # it may have written to them
                     row |= {"status": "wrong", "reason": verdict.reason}
-                elif self._pool and one.id in stages.CUDA_STAGES and emulates(problem, layout):
+                elif self._pool and implementation.id in stages.CUDA_STAGES and emulates(problem, layout):
                     host = host or tuple(self.on_host(x) for x in values)
                     made = self.on_host(out), self.on_host(lse)
-                    future = self._pool.submit(emulate_beside, one.id, problem, host, *made, threads=1, **how)
+                    future = self._pool.submit(
+                        emulate_beside, implementation.id, problem, host, *made, threads=1, **how
+                    )
                     self._emulating[future] = (cell, name, row)
                     continue
                 self.row(cell, name, row)

@@ -83,10 +83,10 @@ def tool(name: str, missing: str, *places: str) -> str:
         MissingError: it is in none of them; the message is `missing`.
     """
     search = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin", *places])
-    found = shutil.which(name, path=search)
-    if found is None:
+    path = shutil.which(name, path=search)
+    if path is None:
         raise MissingError(missing)
-    return found
+    return path
 
 
 def version() -> str:
@@ -163,11 +163,11 @@ def parse_source(text: str) -> list[Launch]:
     For each launch that is a row with the kernel's name, and a table with a row an instruction. Version 2025.3 has no
     column for waits of a wgmma; they are what an instruction's samples have beyond its columns.
     """
-    found: list[Launch] = []
+    launches: list[Launch] = []
     header: list[str] = []
     for row in csv.reader(line for line in text.splitlines() if line.startswith('"')):
         if row[0] == "Kernel Name":
-            found.append(Launch(kernel=row[1].split("(")[0], metrics={}))
+            launches.append(Launch(kernel=row[1].split("(")[0], metrics={}))
             header = []
         elif row[0] == "Address":
             header = row
@@ -182,9 +182,9 @@ def parse_source(text: str) -> list[Launch]:
             if others > 0:
                 states["gmma" if "GMMA" in cells["Source"] else "other"] = others
             if states:
-                found[-1].samples[len(found[-1].listing)] = states
-            found[-1].listing.append(cells["Source"].strip())
-    return [launch for launch in found if launch.listing]
+                launches[-1].samples[len(launches[-1].listing)] = states
+            launches[-1].listing.append(cells["Source"].strip())
+    return [launch for launch in launches if launch.listing]
 
 
 def under_ncu(
@@ -283,7 +283,7 @@ def why_no_lines(launch: Launch, sha256: str, launched: Cubin | None, lined: Cub
         return "wanted to compile what was launched once more, got other machine code"
     if compiler.instructions(launched.code) != compiler.instructions(lined.code):
         return "wanted the same instructions with line information as without, got others"
-    opcodes = [one.opcode for one in sass.disassemble(launched.code, launched.entry)]
+    opcodes = [instruction.opcode for instruction in sass.disassemble(launched.code, launched.entry)]
     listed = [_GUARD.sub("", text).partition(" ")[0] for text in launch.listing]
     if opcodes[: len(listed)] != listed:
         return "wanted ncu's listing of the machine code that was launched, got another"
@@ -300,13 +300,13 @@ def trace(launch: Launch, stage: Stage, lined: Cubin) -> tuple[LineStalls, ...]:
     at, it is the first in the stage's own file, else the first of all.
     """
     places = sass.lines(lined.code, lined.entry)
-    found: dict[Frame, Counter[str]] = {}
+    states_by_frame: dict[Frame, Counter[str]] = {}
     for position, states in launch.samples.items():
         frames = places.get(position * sass.BYTES_PER_INSTRUCTION, ())
         own = [frame for frame in frames if frame.file.name == stage.source.name]
         for frame in (own or frames)[:1]:
-            found.setdefault(frame, Counter()).update(states)
-    ranked = sorted(found.items(), key=lambda item: (-item[1].total(), item[0]))
+            states_by_frame.setdefault(frame, Counter()).update(states)
+    ranked = sorted(states_by_frame.items(), key=lambda item: (-item[1].total(), item[0]))
     folders = {stage.source.name: stage.source.parent}  # all others are headers
     here = [
         (Frame(folders.get(file.name, compiler.COMMON) / file.name, line), counts) for (file, line), counts in ranked
@@ -362,11 +362,11 @@ def profile(
 
             with ThreadPoolExecutor() as pool:  # most of it is waiting for disassemblers
                 lines_of = dict(zip(seen, pool.map(lines, seen), strict=True))
-            for name, found in lines_of.items():
-                if isinstance(found, str):
-                    say(f"{name}: no lines: {found}")
-                    found = ()
-                profiles[name] = _record(book, problem, ncu, launched[name], seen[name], found)
+            for name, traced in lines_of.items():
+                if isinstance(traced, str):
+                    say(f"{name}: no lines: {traced}")
+                    traced = ()
+                profiles[name] = _record(book, problem, ncu, launched[name], seen[name], traced)
                 store.append(book.path, profiles[name])
 
         say(f"profiling {', '.join(able)}")
@@ -393,9 +393,9 @@ def _left(stage_ids: Sequence[str] | None, problem: Problem, options: Options) -
     if not options.resume:
         return able
     done = {
-        (one.problem, one.cubin_sha256)
-        for one in store.records(here.slug, StageProfile, options.data)
-        if one.device is not None and one.device.driver == here.record.driver
+        (recorded.problem, recorded.cubin_sha256)
+        for recorded in store.records(here.slug, StageProfile, options.data)
+        if recorded.device is not None and recorded.device.driver == here.record.driver
     }
     made = _compiled(able, problem, options)
     return {name: of for name, of in able.items() if name not in made or (problem, made[name].sha256) not in done}

@@ -285,8 +285,8 @@ def _fit(config: Config, text: Tensor, device: str, follow: Follow) -> tuple[Wei
         weight.requires_grad_()
     parameters = list(weights.values())
     groups = [
-        {"params": [one for one in parameters if one.ndim == 2], "weight_decay": config.weight_decay},
-        {"params": [one for one in parameters if one.ndim == 1], "weight_decay": 0.0},
+        {"params": [parameter for parameter in parameters if parameter.ndim == 2], "weight_decay": config.weight_decay},
+        {"params": [parameter for parameter in parameters if parameter.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
     generator = torch.Generator().manual_seed(config.seed)
@@ -355,7 +355,7 @@ def why_not(problem: Problem) -> str | None:
     """Why a problem cannot have these inputs on this machine, in a sentence; None where it can."""
     config = CONFIGS.get(problem.head_dim)
     if config is None or (problem.q_heads, problem.kv_heads) != (config.heads, config.heads):
-        have = ", ".join(f"{one.heads} heads of {head_dim}" for head_dim, one in CONFIGS.items())
+        have = ", ".join(f"{known.heads} heads of {head_dim}" for head_dim, known in CONFIGS.items())
         return f"the trained models have {have}, each head with its own keys and values; got {problem.label}"
     if problem.q_len != problem.kv_len:
         return f"the trained models have as many queries as keys; got {problem.label}"
@@ -409,9 +409,9 @@ def activations(problem: Problem, *, device: str = "cuda") -> list[tuple[Tensor,
     torch = _torch()
     description = describe(problem.head_dim)
     stored = _load(_folder(problem.head_dim) / f"{description['digest']}.pt")
-    found = _extract(_on(stored, device), Config(**description["config"]), problem.batch, problem.q_len)
+    layers = _extract(_on(stored, device), Config(**description["config"]), problem.batch, problem.q_len)
     dtype = getattr(torch, problem.dtype)
-    for layer, tensors in enumerate(found):
+    for layer, tensors in enumerate(layers):
         for name, x in zip("QKV", tensors, strict=True):
             largest = x.abs().max().item()
             if not largest <= torch.finfo(dtype).max:
@@ -419,7 +419,7 @@ def activations(problem: Problem, *, device: str = "cuda") -> list[tuple[Tensor,
                     f"inputs trained: wanted {name} of layer {layer} within the range of {problem.dtype}, got "
                     f"{largest:.4g}"
                 )
-    return [(q.to(dtype), k.to(dtype), v.to(dtype)) for q, k, v in found]
+    return [(q.to(dtype), k.to(dtype), v.to(dtype)) for q, k, v in layers]
 
 
 def _extract(stored: Weights, config: Config, batch: int, length: int) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -433,12 +433,12 @@ def _extract(stored: Weights, config: Config, batch: int, length: int) -> list[t
     with torch.no_grad():
         for windows in _windows(stored["held_out"], batch, length).split(max(1, _TOKENS_AT_ONCE // length)):
             forward(stored, config, windows, see)
-    found = []
+    layers = []
     for several in parts:
         q, k, v = (torch.cat(tensors) for tensors in zip(*several, strict=True))
         several.clear()
-        found.append((q, k, v))
-    return found
+        layers.append((q, k, v))
+    return layers
 
 
 # --- the cache ---

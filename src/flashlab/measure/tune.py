@@ -181,7 +181,7 @@ def variants_of(
     start = stage.parameters(head_dim, base)
     values = {name: tuple(param.choices) for name, param in stage.params.items()} if grid is None else dict(grid)
     if each:
-        found = [start, *({**start, name: value} for name, several in values.items() for value in several)]
+        variants = [start, *({**start, name: value} for name, several in values.items() for value in several)]
     else:
         total = math.prod(len(several) for several in values.values())
         if total > limit:
@@ -189,8 +189,11 @@ def variants_of(
                 f"wanted at most {limit} combinations of {', '.join(values)}, got {total}. --param NAME=a,b narrows "
                 "them down, --each varies one tunable at a time, --limit allows more."
             )
-        found = [start, *({**start, **dict(zip(values, one, strict=True))} for one in product(*values.values()))]
-    return _unique(stage.parameters(head_dim, variant) for variant in found)
+        variants = [
+            start,
+            *({**start, **dict(zip(values, combination, strict=True))} for combination in product(*values.values())),
+        ]
+    return _unique(stage.parameters(head_dim, variant) for variant in variants)
 
 
 def items(variant: Mapping[str, int]) -> Items:
@@ -301,7 +304,7 @@ def tune(
         samples = _SAMPLES[-1] if last else _SAMPLES[min(len(rounds), len(_SAMPLES) - 2)]
         options.note(f"round {len(rounds) + 1}: {several(len(left), 'variant')}, {samples} samples each")
         plan = replace(_PLAN, samples=samples, min_samples=min(3, samples))
-        of_round = [one._replace(variants=left, refused=() if rounds else refused) for one in compiled]
+        of_round = [task._replace(variants=left, refused=() if rounds else refused) for task in compiled]
         path, timed = _round(of_round, plan, options)
         rounds.append(path)
         ranked = rank(timed, problems)
@@ -309,7 +312,7 @@ def tune(
             break
         kept = max(_FINALISTS, len(left) // _KEPT)
         left = tuple(_unique([*ranked[:kept], *(variant for variant in ranked if variant in stay)]))
-    return [one._replace(rounds=tuple(rounds)) for one in compiled]
+    return [task._replace(rounds=tuple(rounds)) for task in compiled]
 
 
 def time(tasks: Sequence[Task], *, plan: Plan, options: Options) -> Path:
@@ -379,19 +382,19 @@ def tune_all(
             )
     if not able:
         raise ParameterError(f"wanted a stage to tune that runs on {here.arch}, got none")
-    compiled = [one for one in compile_tasks(able, arch=here.arch, progress=options.progress) if one.variants]
+    compiled = [built for built in compile_tasks(able, arch=here.arch, progress=options.progress) if built.variants]
     if not compiled:
         raise ParameterError("wanted at least one variant that compiles, got none")
     if options.resume:
-        named, cells = _interleaved([one._replace(peers=()) for one in compiled])
+        named, cells = _interleaved([built._replace(peers=()) for built in compiled])
         code = bench.compile_for(named, cells, arch=here.arch, slug=None)
         left = {problem for problem, _ in bench.not_recorded(Tuning, cells, named, code, options)}
-        compiled = [one for one in compiled if one.key.problem in left]
+        compiled = [built for built in compiled if built.key.problem in left]
         if not compiled:
             options.note("all of it is on record; nothing was measured")
             return []
     path, _ = _round(compiled, replace(_PLAN, cap_s=_PLAN_CAP_S), options)
-    return [one._replace(rounds=(path,)) for one in compiled]
+    return [built._replace(rounds=(path,)) for built in compiled]
 
 
 def _round(tasks: Sequence[Task], plan: Plan, options: Options) -> tuple[Path, tuple[Tuning, ...]]:
@@ -418,7 +421,7 @@ def estimate_s(tasks: Sequence[Task]) -> float:
     timed = [task.key.problem for task in tasks for _ in range(len(task.variants) + 1)]  # the defaults, too
     timed += [problem for problem, _ in libraries]
     scores = (min(_CHECKED_SCORES, problem.batch * problem.q_heads * problem.visible_scores) for problem in timed)
-    return _START_S + sum(_EACH_S + _CHECK_S * one / _CHECKED_SCORES for one in scores)
+    return _START_S + sum(_EACH_S + _CHECK_S * checked / _CHECKED_SCORES for checked in scores)
 
 
 def rank(found: Iterable[Tuning], problems: Sequence[Problem]) -> list[Variant]:

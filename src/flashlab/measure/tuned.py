@@ -38,39 +38,43 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
     Raises:
         NoDataError: no tuning of that GPU is on record.
     """
-    found = store.records(gpu_slug, schema.Tuning, data)
-    if not found:
+    tunings = store.records(gpu_slug, schema.Tuning, data)
+    if not tunings:
         raise NoDataError(
             f"wanted tuning records of GPU {gpu_slug!r} under {data / gpu_slug / 'tuning'}, found none. "
             "`flashlab tune` on such a GPU makes some."
         )
     measured = store.measurements(gpu_slug, data)
     nearest: dict[Problem, int] = {}
-    for one in (*found, *measured):
-        nearest[one.problem] = min(nearest.get(one.problem, len(AS_IN_A_MODEL)), _state(one))
+    for each in (*tunings, *measured):
+        nearest[each.problem] = min(nearest.get(each.problem, len(AS_IN_A_MODEL)), _state(each))
 
     def counts(record: Tuning | Measurement) -> bool:
         return _state(record) == nearest[record.problem] and _plain(record.problem)
 
     rounds: dict[Key, dict[str, list[Tuning]]] = {}
-    for record in found:
+    for record in tunings:
         timed = record.status == "ok" and record.cubin is not None
         if timed and counts(record) and _fits(record.stage, record.parameters):
             rounds.setdefault(Key(record.stage, record.problem), {}).setdefault(record.run, []).append(record)
     made = []
     for key, by_run in rounds.items():
         of_round = by_run[max(by_run)]
-        best = min(of_round, key=lambda one: _taken(one).median_us)
+        best = min(of_round, key=lambda tuning: _taken(tuning).median_us)
         made.append(_row(key, best.parameters, best, variants=len(of_round)))
-    able = [one for one in measured if one.status == "ok" and one.cubin is not None and counts(one)]
-    beside = grouped(able, lambda one: (one.run, one.problem))
+    able = [
+        measurement
+        for measurement in measured
+        if measurement.status == "ok" and measurement.cubin is not None and counts(measurement)
+    ]
+    beside = grouped(able, lambda measurement: (measurement.run, measurement.problem))
     taken: dict[Key, tuple[bool, str, ChoiceRow]] = {}
-    for one in able:
-        assert one.cubin is not None
-        if _fits(one.name, one.cubin.parameters):
-            key = Key(one.name, one.problem)
-            alone = len({other.name for other in beside[one.run, one.problem]}) == 1
-            made_of = (not alone, one.run, _row(key, one.cubin.parameters, one, variants=0))
+    for measurement in able:
+        assert measurement.cubin is not None
+        if _fits(measurement.name, measurement.cubin.parameters):
+            key = Key(measurement.name, measurement.problem)
+            alone = len({other.name for other in beside[measurement.run, measurement.problem]}) == 1
+            made_of = (not alone, measurement.run, _row(key, measurement.cubin.parameters, measurement, variants=0))
             taken[key] = max(taken.get(key, made_of), made_of, key=lambda of: of[:2])
     made += [row for *_, row in taken.values()]
     return sorted(made, key=lambda row: (row.stage, row.problem, row.variants))
@@ -168,7 +172,7 @@ class Held:
 
 def tally(held: Iterable[Held]) -> str:
     """In how many problems the library is faster, and how many say nothing of that, for people."""
-    ratios = [one.ratio for one in held]
+    ratios = [held_problem.ratio for held_problem in held]
     timed = [ratio for ratio in ratios if ratio is not None]
     slower, lacking = sum(ratio < 1 for ratio in timed), len(ratios) - len(timed)
     return (
@@ -197,7 +201,7 @@ def held_against(gpu_slug: str, data: Path = DATA) -> list[Held]:
         if row.status == "ok" and row.samples_of() is not None:
             of_run = times.setdefault(row.problem, {}).setdefault(row.run, {})
             of_run[row.name, items(row.cubin.parameters if row.cubin else {})] = _taken(row).median_us
-    found = []
+    compared = []
     for problem, by_run in times.items():
         library = (BESIDE, items({}))
         decides, choices = choice.rank(problem, gpu_slug, table.arch, data=data)
@@ -206,7 +210,7 @@ def held_against(gpu_slug: str, data: Path = DATA) -> list[Held]:
         mine = (choices[0].stage.id, items(choices[0].parameters))
         both = [run for run, of_run in by_run.items() if mine in of_run and library in of_run]
         run = max(both, default="")
-        found.append(
+        compared.append(
             Held(
                 problem=problem,
                 choice=choices[0],
@@ -217,7 +221,7 @@ def held_against(gpu_slug: str, data: Path = DATA) -> list[Held]:
                 lender=decides.gpu if decides and decides is not table else "",
             )
         )
-    return sorted(found, key=lambda one: (one.ratio is None, one.ratio or 0.0, one.problem))
+    return sorted(compared, key=lambda held: (held.ratio is None, held.ratio or 0.0, held.problem))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,10 +250,10 @@ def left_out(gpu_slug: str, stages: Iterable[str], data: Path = DATA) -> list[Le
     Raises:
         DamagedRecordError: the table cannot be read.
     """
-    found = choice.table(gpu_slug, data)
-    if found is None:
+    table = choice.table(gpu_slug, data)
+    if table is None:
         return []
-    able, by_problem = {*stages}, grouped(found.rows, lambda row: row.problem)
+    able, by_problem = {*stages}, grouped(table.rows, lambda row: row.problem)
     made = []
     for problem in sorted(by_problem):
         times: dict[str, float] = {}
@@ -258,9 +262,9 @@ def left_out(gpu_slug: str, stages: Iterable[str], data: Path = DATA) -> list[Le
                 times[row.stage] = min(row.time_us, times.get(row.stage, math.inf))
         if len(times) < LEAST_STAGES:
             continue
-        others = replace(found, rows=tuple(row for row in found.rows if row.problem != problem))
-        ranked = choice.choices(problem, others, found.arch, found.sm_count, (others,))
-        taken = next((one for one in ranked if one.stage.id in times), None)
+        others = replace(table, rows=tuple(row for row in table.rows if row.problem != problem))
+        ranked = choice.choices(problem, others, table.arch, table.sm_count, (others,))
+        taken = next((ranked_choice for ranked_choice in ranked if ranked_choice.stage.id in times), None)
         if taken is not None:
             its_us = times[taken.stage.id]
             made.append(LeftOut(problem=problem, choice=taken, time_us=its_us, least_us=min(times.values())))

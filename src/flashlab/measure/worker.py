@@ -88,7 +88,11 @@ class BenchWorker(GpuWorker):
         """Libraries as built for a problem, whatever its inputs."""
         self._copies: dict[peers.Layout, tuple[Any, ...]] = {}
         """Of Q, K and V in hand, by layout."""
-        self._second = {name: one.lse_of for name, one in self.implementations.items() if one.lse_of}
+        self._second = {
+            name: implementation.lse_of
+            for name, implementation in self.implementations.items()
+            if implementation.lse_of
+        }
         """Of what is timed with the log-sum-exp on, as what else."""
 
     def work(self) -> None:
@@ -174,8 +178,12 @@ class BenchWorker(GpuWorker):
             UnsupportedError, MissingPackageError: it cannot do the problem here.
             RefusedError: it is wrong.
         """
-        one = self.implementations[name]
-        return self._peer(one.id, problem, q, k, v) if one.kind == "peer" else self._stage(one, problem, q, k, v)
+        implementation = self.implementations[name]
+        return (
+            self._peer(implementation.id, problem, q, k, v)
+            if implementation.kind == "peer"
+            else self._stage(implementation, problem, q, k, v)
+        )
 
     def _judge(
         self, out: Any, lse: Any, problem: Problem, q: Any, k: Any, v: Any, precision: Precision = "input"
@@ -196,27 +204,27 @@ class BenchWorker(GpuWorker):
             raise RefusedError("wrong", verdict.reason, verdict=verdict)
         return verdict
 
-    def _stage(self, one: Implementation, problem: Problem, q: Any, k: Any, v: Any) -> Candidate:
-        stage = one.stage
+    def _stage(self, implementation: Implementation, problem: Problem, q: Any, k: Any, v: Any) -> Candidate:
+        stage = implementation.stage
         stage.require(problem, self.info.arch)
         out = self.torch.empty_like(q)
         on = partial(
             prepare,
             **problem.options,
-            stage=one.id,
+            stage=implementation.id,
             out=out,
-            source=one.source,
-            params=one.params,
-            may_spill=one.may_spill,
+            source=implementation.source,
+            params=implementation.params,
+            may_spill=implementation.may_spill,
         )
         prepared = partial(on, q, k, v)
-        if not one.judged:
+        if not implementation.judged:
             timed = prepared()
             timed()
             gpu.synchronize(self.device)
             return Candidate(timed, None, lambda: None, {"cubin": _cubin_fields(timed)})
         lse = self.torch.empty(q.shape[:3], dtype=self.torch.float32, device=q.device)
-        apart = one.lse_of is None
+        apart = implementation.lse_of is None
         with_lse = prepared(lse=lse, count_fallbacks=apart)
         timed = prepared() if apart else with_lse
 
@@ -333,17 +341,19 @@ class BenchWorker(GpuWorker):
                     if name == long[0] and not number:
                         sustained(seconds=heat_s)
                     keep(name, sustained(seconds=plan.sustained_seconds), number)
-        for name, one in ready.items():
-            counted = one.fallbacks()
+        for name, call in ready.items():
+            counted = call.fallbacks()
             fallbacks = {"fallbacks": counted} if counted else {}
-            self.row(cell, name, {"verdict": one.verdict, "samples": taken[name], **one.fields, **fallbacks})
+            self.row(cell, name, {"verdict": call.verdict, "samples": taken[name], **call.fields, **fallbacks})
 
     def _on_copies(self, ready: Mapping[str, Candidate], tensors: Sequence[Any]) -> dict[str, list[Run]]:
         """Each as calls on several copies of the tensors, which L2 has lost when they come again."""
         copies = copies_beyond_l2(sum(x.numel() * x.element_size() for x in tensors[1:]), self.info)
         others = [tuple(x.clone() for x in tensors) for _ in range(copies - 1)]
         return {
-            name: [one.run, *(one.on(*other) for other in others)] for name, one in ready.items() if one.on is not None
+            name: [candidate.run, *(candidate.on(*other) for other in others)]
+            for name, candidate in ready.items()
+            if candidate.on is not None
         }
 
     def _steps(
@@ -365,10 +375,10 @@ class BenchWorker(GpuWorker):
         taken = self._burst(timer, graphs, cell, "step", plan.step_samples, plan.min_samples, plan.cap_s)
         alone_us = taken.pop(_ALONE).median_us
         return {
-            name: one.model_copy(
-                update={"calls": one.calls * count, "time_us": [(us - alone_us) / count for us in one.time_us]}
+            name: samples.model_copy(
+                update={"calls": samples.calls * count, "time_us": [(us - alone_us) / count for us in samples.time_us]}
             )
-            for name, one in taken.items()
+            for name, samples in taken.items()
         }
 
     def _burst(
@@ -433,7 +443,7 @@ def _over_layers(before: Verdict | None, verdict: Verdict | None, layers: int) -
     if before is None or verdict is None:
         return verdict
     chosen = verdict if _closeness(verdict) > _closeness(before) else before
-    errors = [(one.overall_max_error or 0.0, one.overall_rms_error or 0.0) for one in (before, verdict)]
+    errors = [(judged.overall_max_error or 0.0, judged.overall_rms_error or 0.0) for judged in (before, verdict)]
     (largest_before, rms_before), (largest, rms) = errors
     return chosen.model_copy(
         update={

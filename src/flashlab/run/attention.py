@@ -537,7 +537,7 @@ class EmulatedCall:
         elif planned.stage.tensor_maps:
             maps = tile_maps(planned, self.shape, tensors)
             value = maps_for({name: tensor_map.emulated() for name, tensor_map in maps.items()})
-            within = {name: replace(self.pointers[name], displacement=one.origin) for name, one in maps.items()}
+            within = {name: replace(self.pointers[name], displacement=encoded.origin) for name, encoded in maps.items()}
             self._arguments.append(emulator.Structure(value=value, pointers=within))
 
     def launch(

@@ -89,11 +89,11 @@ class Table:
     @cached_property
     def _places(self) -> Mapping[int, Mapping[tuple[Any, ...], int]]:
         """By head dim, the `_place` of every row and its number: many rows share one."""
-        found: dict[int, dict[tuple[Any, ...], int]] = {}
+        places_by_head_dim: dict[int, dict[tuple[Any, ...], int]] = {}
         for row in self.rows:
-            places = found.setdefault(row.problem.head_dim, {})
+            places = places_by_head_dim.setdefault(row.problem.head_dim, {})
             places.setdefault(_place(row), len(places))
-        return found
+        return places_by_head_dim
 
     @cached_property
     def _features(self) -> Mapping[int, Sequence[set[Any]]]:
@@ -128,20 +128,20 @@ class Table:
 
     @cached_property
     def _by_stage(self) -> Mapping[tuple[str, int], Sequence[tuple[int, int, Row]]]:
-        found: dict[tuple[str, int], list[tuple[int, int, Row]]] = {}
+        by_stage: dict[tuple[str, int], list[tuple[int, int, Row]]] = {}
         beside: dict[tuple[str, Problem], set[str]] = {}
         for row in self.rows:
             beside.setdefault((row.run, row.problem), set()).add(row.stage)
 
-        def order(one: tuple[int, Row]) -> tuple[bool, str]:
-            return len(beside[one[1].run, one[1].problem]) > 1, one[1].run
+        def order(numbered: tuple[int, Row]) -> tuple[bool, str]:
+            return len(beside[numbered[1].run, numbered[1].problem]) > 1, numbered[1].run
 
         for position, row in sorted(enumerate(self.rows), key=order, reverse=True):
             stage, head_dim = registry.STAGES.get(row.stage) or registry.OFF_LADDER.get(row.stage), row.problem.head_dim
             if stage is not None and row.parameters.keys() == stage.params.keys():
                 place = self._places[head_dim][_place(row)]
-                found.setdefault((row.stage, head_dim), []).append((place, position, row))
-        return found
+                by_stage.setdefault((row.stage, head_dim), []).append((place, position, row))
+        return by_stage
 
     def rows_of(self, stage: Stage, head_dim: int) -> Sequence[tuple[int, int, Row]]:
         """A stage's rows of a head dim, those of runs that timed another stage there first, and of these the newest:
@@ -232,10 +232,17 @@ def table_for(gpu: str, arch: str, sm_count: int | None = None, data: Path = DAT
 def _tables(gpu: str, arch: str, sm_count: int | None, data: Path) -> tuple[Table, ...]:
     """Every table: a GPU's own first, then that of its nearest kin."""
 
-    def far(one: Table) -> tuple[bool, bool, int, int, int, str]:
-        (major, minor), (other_major, other_minor) = registry.capability(arch), registry.capability(one.arch)
-        sms = abs(one.sm_count - (sm_count or one.sm_count))
-        return (one.gpu != gpu, one.arch != arch, abs(major - other_major), abs(minor - other_minor), sms, one.gpu)
+    def far(other: Table) -> tuple[bool, bool, int, int, int, str]:
+        (major, minor), (other_major, other_minor) = registry.capability(arch), registry.capability(other.arch)
+        sms = abs(other.sm_count - (sm_count or other.sm_count))
+        return (
+            other.gpu != gpu,
+            other.arch != arch,
+            abs(major - other_major),
+            abs(minor - other_minor),
+            sms,
+            other.gpu,
+        )
 
     names = {gpu, *(path.parent.name for path in data.glob(f"*/{FILE}"))}
     return tuple(sorted(filter(None, (table(name, data) for name in names)), key=far))
@@ -314,12 +321,12 @@ def parameters(
     Raises:
         DamagedRecordError: the table cannot be read.
     """
-    found: Mapping[str, int] = {}
+    tuned: Mapping[str, int] = {}
     if gpu is not None and stage.params:
         tables = filter(None, (table(gpu, data),)) if arch is None else _lenders(arch, _tables(gpu, arch, None, data))
         row = _tuned_on(stage, problem, tables)
-        found = {} if row is None else row.parameters
-    return {**found, **(overrides or {})}
+        tuned = {} if row is None else row.parameters
+    return {**tuned, **(overrides or {})}
 
 
 def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, data: Path = DATA) -> Ranking:
@@ -335,10 +342,10 @@ def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, dat
     tables = _tables(gpu, arch, sm_count, data)
     if not tables:
         return Ranking(None, ())
-    found, others = tables[0], tables[1:]
-    lenders, sms = _lenders(arch, tables), sm_count or found.sm_count
-    own = Ranking(found, choices(problem, found, arch, sms, lenders))
-    if found.gpu != gpu or not others or others[0].arch != arch:
+    nearest, others = tables[0], tables[1:]
+    lenders, sms = _lenders(arch, tables), sm_count or nearest.sm_count
+    own = Ranking(nearest, choices(problem, nearest, arch, sms, lenders))
+    if nearest.gpu != gpu or not others or others[0].arch != arch:
         return own
     theirs = Ranking(others[0], choices(problem, others[0], arch, sms, others[:1]))
     if not theirs.choices or not _lacks(own, theirs.choices[0], problem):
@@ -348,7 +355,7 @@ def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, dat
 
 def _lacks(own: Ranking, taken: Choice, problem: Problem) -> bool:
     """Whether a table has less of a stage than its kin, which takes it: see the module."""
-    mine = next((one for one in own.choices if one.stage is taken.stage), None)
+    mine = next((choice for choice in own.choices if choice.stage is taken.stage), None)
     if mine is None or taken.stage.id in registry.DECODE:
         return mine is None
     return taken.row.problem == problem != mine.row.problem
@@ -356,7 +363,7 @@ def _lacks(own: Ranking, taken: Choice, problem: Problem) -> bool:
 
 def _lenders(arch: str, tables: Iterable[Table]) -> tuple[Table, ...]:
     """The tables that tunables are taken from."""
-    return tuple(one for one in tables if one.arch == arch)
+    return tuple(lender for lender in tables if lender.arch == arch)
 
 
 def _from_a_model(choice: Choice) -> int:

@@ -180,7 +180,7 @@ class Place:
     @property
     def caller(self) -> symbols.Frame | None:
         """The innermost line of a kernel's own file, where `frame` lies in a header that it includes."""
-        own = next((one for one in self.frames if one.file.suffix == ".cu"), None)
+        own = next((frame for frame in self.frames if frame.file.suffix == ".cu"), None)
         return None if own == self.frame else own
 
     def __str__(self) -> str:
@@ -464,7 +464,7 @@ def _argument_lines(emulated: Emulated, arguments: Sequence[Any], memory: Memory
             within, value = {0: value}, ctypes.c_void_p()
         elif isinstance(value, Structure):
             of = type(value.value)
-            within = {getattr(of, name).offset: one for name, one in value.pointers.items() if hasattr(of, name)}
+            within = {getattr(of, name).offset: inner for name, inner in value.pointers.items() if hasattr(of, name)}
             value = value.value
         for byte, pointer in within.items():
             place = memory.place(pointer, f"argument_{index}") + pointer.displacement

@@ -163,10 +163,10 @@ def fp8_attention(
         raise DTypeError(f"dtype: wanted {' or '.join(get_args(DType))} for the output, got {dtype!r}")
     here = arrays.place_of(q, stream)
     inputs = {name: _stored(here.view(of, name), name) for name, of in (("q", q), ("k", k), ("v", v))}
-    problem = problem_of({name: replace(one, dtype=dtype) for name, one in inputs.items()}, causal)
-    for name, one in inputs.items():
-        _check_rows(name, one)
-        check_layout(name, one, inputs["q"])
+    problem = problem_of({name: replace(array, dtype=dtype) for name, array in inputs.items()}, causal)
+    for name, array in inputs.items():
+        _check_rows(name, array)
+        check_layout(name, array, inputs["q"])
     heads = {"Q": problem.q_heads, "K": problem.kv_heads, "V": problem.kv_heads}
     scales = {}
     for (name, count), given in zip(heads.items(), (q_scale, k_scale, v_scale), strict=True):
@@ -256,9 +256,11 @@ class _Call(NamedTuple):
         stored = {name: self.views[name].owner.view(np.uint8) for name in "QKV"}
         stored |= {name: scale.owner for name, scale in self.scales.items()}
         blocks = emulator.Pointer(array=np.zeros(self.blocks_shape, np.uint16), name="V_blocks")
-        of_inputs = {name: emulator.Pointer(array=one, access="r", name=name) for name, one in stored.items()}
+        of_inputs = {name: emulator.Pointer(array=array, access="r", name=name) for name, array in stored.items()}
         pointers = {**run.pointers, **of_inputs, "V_blocks": blocks}
-        first, fp8 = (emulator.Structure(value=one, pointers=pointers) for one in (self.params, self.of_fp8))
+        first, fp8 = (
+            emulator.Structure(value=structure, pointers=pointers) for structure in (self.params, self.of_fp8)
+        )
         kernel, plan = run.kernel, self.plan
         variant = Variant.of(
             plan.stage, plan.problem, aligned=plan.aligned, overrides=kernel.parameters, source=kernel.source
@@ -268,7 +270,7 @@ class _Call(NamedTuple):
         if report.findings:
             raise EmulationError(f"{TRANSPOSE} on the CPU: {report.findings[0]}", report=report)
         maps = self.maps(kernel.parameters["TILE_KV"])
-        value = maps_for({name: one.emulated() for name, one in maps.items()})
+        value = maps_for({name: tensor_map.emulated() for name, tensor_map in maps.items()})
         within = {name: blocks if name == "V" else pointers[name] for name in maps}
         return [first, emulator.Structure(value=value, pointers=within), fp8]
 
@@ -323,7 +325,7 @@ def _launches(
     addresses = {name: view.pointer for name, view in call.views.items()} | {"V": blocks}
     with gpu.context(device):
         of_maps = call.maps(code.cubin.parameters["TILE_KV"])
-        maps = {name: one.encoded(addresses[name]) for name, one in of_maps.items()}
+        maps = {name: tensor_map.encoded(addresses[name]) for name, tensor_map in of_maps.items()}
     transpose = gpu.Launch(
         gpu.load(replace(code.cubin, entry=TRANSPOSE), device, smem_bytes=0),
         grid=call.transpose_grid,

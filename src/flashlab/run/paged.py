@@ -198,15 +198,15 @@ def append_kv(
     _check_appended(views)
     batch, _, count, _ = k.shape
     num_pages, _, page_size, _ = k_cache.shape
-    there = {"device": k.device} if library == "torch" else {}
+    placement = {"device": k.device} if library == "torch" else {}
     room = page_table.shape[1] * page_size - count
     check = check or here.stream is None
     if check and (off := _first(lengths, (lengths < 0) | (lengths > room))):
         raise InputError(
             f"lengths: wanted 0 to {room} keys, as the page table has room for before {count} new tokens, got {off}"
         )
-    at = lengths[:, None] + module.arange(count, **there)[None, :]
-    pages = page_table[module.arange(batch, **there)[:, None], at // page_size]
+    at = lengths[:, None] + module.arange(count, **placement)[None, :]
+    pages = page_table[module.arange(batch, **placement)[:, None], at // page_size]
     if check and (off := _first(pages, (pages < 0) | (pages >= num_pages))):
         raise InputError(f"page_table: wanted page numbers of 0 to {num_pages - 1}, got {off}")
     for cache, new in ((k_cache, k), (v_cache, v)):
@@ -276,7 +276,7 @@ def taken(problem: Problem) -> str:
 def _stage(name: str | None, problem: Problem) -> Stage:
     stage = registry.get(taken(problem) if name is None else name)
     if stage.runner != __name__:
-        able = [one.id for one in registry.DECODE.values() if one.runner == __name__]
+        able = [candidate.id for candidate in registry.DECODE.values() if candidate.runner == __name__]
         raise UnknownStageError(f"stage: wanted one that reads a cache in pages, {' or '.join(able)}, got {name!r}")
     rows = problem.q_heads // problem.kv_heads * problem.q_len
     if stage.max_rows is not None and rows > stage.max_rows:
@@ -333,7 +333,7 @@ class _Call(NamedTuple):
 
     def on_cpu(self, run: EmulatedCall) -> list[emulator.Structure]:
         """The kernel's arguments on a CPU, as `EmulatedCall` takes them."""
-        return [emulator.Structure(value=one, pointers=run.pointers) for one in self.structures]
+        return [emulator.Structure(value=structure, pointers=run.pointers) for structure in self.structures]
 
     def refuse(self, pages: str, lengths: str) -> None:
         """Raise which page numbers and lengths are off, where some are."""
@@ -429,10 +429,10 @@ def passes(
     written to since. See `attention._runner`."""
     plan, page_size = recipe.plan, recipe.code.cubin.parameters["PAGE_SIZE"]
     torch = importlib.import_module("torch")
-    there = {"dtype": torch.int32, "device": f"cuda:{plan.device}"}
+    placement = {"dtype": torch.int32, "device": f"cuda:{plan.device}"}
     with torch_stream(stream, plan.device):
-        table = torch.as_tensor(_table(plan.problem, page_size), **there)
-        lengths = torch.full((plan.problem.batch,), plan.problem.kv_len, **there)
+        table = torch.as_tensor(_table(plan.problem, page_size), **placement)
+        lengths = torch.full((plan.problem.batch,), plan.problem.kv_len, **placement)
 
     def paged(source: Any) -> tuple[Any]:
         bits = source.view(torch.int16)
@@ -440,7 +440,7 @@ def passes(
 
     pools = TorchCopies({name: views[name].owner for name in "KV"}, paged, stream)
     made = {name: pool for name, (pool,) in pools.made.items()} | {"page_table": table, "lengths": lengths}
-    call = _Call(plan, {**views, **{name: on_device(one, name) for name, one in made.items()}})
+    call = _Call(plan, {**views, **{name: on_device(array, name) for name, array in made.items()}})
     own, cache = call.structures
     own.LSE, own.work = params.LSE, params.work
     cache.page_table, cache.lengths = (call.views[name].pointer for name in ("page_table", "lengths"))
@@ -457,5 +457,5 @@ def emulated_passes(run: EmulatedCall) -> list[emulator.Structure]:
         bits = run.views[name].owner.view(np.uint16)
         full = partial(np.full, dtype=np.uint16)
         made[name] = _in_pages(bits, made["page_table"], page_size, full)
-    run.pointers |= {name: emulator.Pointer(array=one, access="r", name=name) for name, one in made.items()}
-    return _Call(run.planned, {**run.views, **{name: on_host(one, name) for name, one in made.items()}}).on_cpu(run)
+    run.pointers |= {name: emulator.Pointer(array=array, access="r", name=name) for name, array in made.items()}
+    return _Call(run.planned, {**run.views, **{name: on_host(array, name) for name, array in made.items()}}).on_cpu(run)
