@@ -41,6 +41,7 @@ def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None
     ranking = choice.rank(problem, name, arch, sm_count, data)
     kin = ranking.table.gpu if ranking.table is not None and ranking.table.gpu != name else None
     carries, differs = times_carry_over(name, kin) if kin else (True, "")
+    lacking = _lacking(problem, name, ranking, data) if kin else ""
     if ranking.choices:
         chosen, *others = (flat(problem, taken, ranking.table, carries=carries) for taken in ranking.choices[:3])
         why = reason(problem, ranking, kin)
@@ -57,9 +58,7 @@ def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None
         **chosen,
         "reason": why,
         "kin": kin,
-        "lent": f"{name} has no {_lacking(problem, name, ranking, data)}, so its nearest kin, {kin}, chooses. {differs}"
-        if kin
-        else "",
+        "lent": f"{name} has no {lacking}, so its nearest kin, {kin}, chooses. {differs}" if kin else "",
         "runners_up": others,
     }
 
