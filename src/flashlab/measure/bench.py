@@ -130,8 +130,8 @@ def implementations_of(
         UnknownStageError, ParameterError: there is none of a name, or no file; or the plan names anything else.
     """
     named = {
-        name: replace(stage_made, record={"name": name, "kind": "stage", "lse": False})
-        for name, stage_made in registry.implementations(stages, sources).items()
+        name: replace(of_stage, record={"name": name, "kind": "stage", "lse": False})
+        for name, of_stage in registry.implementations(stages, sources).items()
     }
     for name in libraries.default_names(problems) if peers is None else peers:
         named[name] = Implementation(kind="peer", id=libraries.get(name).name, record={"name": name, "kind": "peer"})
@@ -186,7 +186,7 @@ def run(
         if plan.lse and implementation.kind == "stage"
     }
     cells = [
-        (problem, [*some, *(twin for twin, twin_of in second.items() if twin_of.lse_of in some)])
+        (problem, [*some, *(twin for twin, implementation in second.items() if implementation.lse_of in some)])
         for problem, some in names.items()
     ]
     return measure(
@@ -445,7 +445,7 @@ def estimate(
             seconds += min(2.0, plan.sustained_seconds) + (plan.sustained_seconds if plan.lse else 0.0)
         estimates.append(Estimate(problem=problem, implementations=len(able), sustained=long, seconds=seconds))
     num_ceilings = len(limits.CEILINGS) if ceilings is True else len(ceilings or ())
-    return tuple(estimates), _STARTUP_S + num_ceilings * _CEILING_S + sum(cost.seconds for cost in estimates)
+    return tuple(estimates), _STARTUP_S + num_ceilings * _CEILING_S + sum(estimate.seconds for estimate in estimates)
 
 
 def _takes(implementation: Implementation, problem: Problem) -> bool:

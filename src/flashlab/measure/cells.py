@@ -108,7 +108,7 @@ def supervise(
         if kind == "row":
             take(message["cell"], name, message["row"])
             return
-        done = total - sum(len(running.pending) for running in left.values())
+        done = total - sum(len(unfinished.pending) for unfinished in left.values())
         options.progress(done, total, " · ".join(filter(None, (cell.label, name, message["what"]))))
 
     while left:

@@ -172,7 +172,7 @@ class Held:
 
 def tally(held: Iterable[Held]) -> str:
     """In how many problems the library is faster, and how many say nothing of that, for people."""
-    ratios = [held_problem.ratio for held_problem in held]
+    ratios = [choice_held.ratio for choice_held in held]
     timed = [ratio for ratio in ratios if ratio is not None]
     slower, lacking = sum(ratio < 1 for ratio in timed), len(ratios) - len(timed)
     return (
@@ -264,7 +264,7 @@ def left_out(gpu_slug: str, stages: Iterable[str], data: Path = DATA) -> list[Le
             continue
         others = replace(table, rows=tuple(row for row in table.rows if row.problem != problem))
         ranked = choice.choices(problem, others, table.arch, table.sm_count, (others,))
-        taken = next((ranked_choice for ranked_choice in ranked if ranked_choice.stage.id in times), None)
+        taken = next((candidate for candidate in ranked if candidate.stage.id in times), None)
         if taken is not None:
             its_us = times[taken.stage.id]
             made.append(LeftOut(problem=problem, choice=taken, time_us=its_us, least_us=min(times.values())))

@@ -108,11 +108,7 @@ def by_start(records: Iterable[T], key: Callable[[T], Any], wanted: Sequence[Any
     runs: dict[str, dict[Any, T]] = {}
     for record in records:
         runs.setdefault(record.run, {})[key(record)] = record
-    whole = {
-        run: [by_key[wanted_key] for wanted_key in wanted]
-        for run, by_key in runs.items()
-        if by_key.keys() >= set(wanted)
-    }
+    whole = {run: [by_key[of_row] for of_row in wanted] for run, by_key in runs.items() if by_key.keys() >= set(wanted)}
     if not whole:
         return []
     newest = whole[max(whole)]

@@ -133,8 +133,9 @@ class Table:
         for row in self.rows:
             beside.setdefault((row.run, row.problem), set()).add(row.stage)
 
-        def order(numbered: tuple[int, Row]) -> tuple[bool, str]:
-            return len(beside[numbered[1].run, numbered[1].problem]) > 1, numbered[1].run
+        def order(position_and_row: tuple[int, Row]) -> tuple[bool, str]:
+            _, row = position_and_row
+            return len(beside[row.run, row.problem]) > 1, row.run
 
         for position, row in sorted(enumerate(self.rows), key=order, reverse=True):
             stage, head_dim = registry.STAGES.get(row.stage) or registry.OFF_LADDER.get(row.stage), row.problem.head_dim
