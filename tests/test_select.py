@@ -41,7 +41,9 @@ def test_a_later_whole_run_beside_a_library_replaces_the_earlier(data: Path) -> 
     for stage_id in registry.STAGES:
         store.append(path, measurement(stage_id, FIRST, run=later, seed=5))
     assert select.load(GPU, data).rows(FIRST) == before, "the last kernel and the libraries must be of one session"
-    store.append(path, measurement("fa4", FIRST, run=later, seed=5))
+    fastest = select.fastest_peer(before)
+    assert fastest is not None
+    store.append(path, fastest.model_copy(update={"run": later}))
     shown = select.load(GPU, data)
     assert {row.run for row in shown.rows(FIRST) if row.kind == "stage"} == {later}
     assert {row.kind for row in select.elsewhere(shown.rows(FIRST))} == {"peer"}
@@ -219,6 +221,18 @@ def test_no_stage_that_is_named_the_fastest_loses_to_another_in_the_newest_run_t
                 assert not together or together[-1][fastest.name] <= together[-1][row.name], (problem, row.name)
 
 
+@pytest.mark.parametrize("gpu", store.gpus())
+def test_what_is_held_against_the_libraries_is_shown_with_the_same_times(gpu: str) -> None:
+    """Of Results, charts and Against a reader takes one problem's times, and finds the same ones."""
+    shown = select.load(gpu)
+    contested = [found.burst for found in contests.against_peers(gpu) if found.burst]
+    assert len(contested) > 50
+    for contest in contested:
+        by_name = {row.name: row for row in shown.problems[contest.stage.problem]}
+        for row in (contest.stage, contest.peer):
+            assert select.median_us(by_name[row.name]) == select.median_us(row), (row.problem, row.name)
+
+
 # --- Sessions ---------------------------------------------------------------------------------------------------------
 
 
@@ -265,8 +279,8 @@ def test_what_one_run_of_a_session_left_out_is_filled_in_from_another(tmp_path: 
     _write(tmp_path, first, *(measurement(name, FIRST, run=first) for name in ("00_naive", "01_coalesced", "sdpa")))
     _write(tmp_path, second, *(measurement(name, FIRST, run=second) for name in ("00_naive", "02_half2")))
     rows = {row.name: row.run for row in select.load(GPU, tmp_path).rows(FIRST)}
-    # The two runs tried equally many: the newer is the base.
-    assert rows == {"00_naive": second, "01_coalesced": first, "02_half2": second, "sdpa": first}
+    # The two runs tried equally many, but the older has a library that stages are held against: it is the base.
+    assert rows == {"00_naive": first, "01_coalesced": first, "02_half2": second, "sdpa": first}
 
 
 def test_a_library_that_was_missing_in_one_run_is_shown_from_another_of_the_session(tmp_path: Path) -> None:
@@ -277,7 +291,7 @@ def test_a_library_that_was_missing_in_one_run_is_shown_from_another_of_the_sess
     _write(tmp_path, first, *(measurement(name, FIRST, run=first) for name in ("00_naive", "01_coalesced")), missing)
     _write(tmp_path, second, measurement("00_naive", FIRST, run=second), measurement("flex", FIRST, run=second))
     rows = {row.name: (row.run, row.status) for row in select.load(GPU, tmp_path).rows(FIRST)}
-    assert rows == {"00_naive": (first, "ok"), "01_coalesced": (first, "ok"), "flex": (second, "ok")}
+    assert rows == {"00_naive": (second, "ok"), "01_coalesced": (first, "ok"), "flex": (second, "ok")}
 
 
 def test_stages_that_do_not_take_a_problem_do_not_keep_a_later_run_from_view(tmp_path: Path) -> None:
@@ -360,7 +374,6 @@ def test_other_sessions_add_libraries(tmp_path: Path) -> None:
     _write(
         tmp_path,
         later,
-        _timed("01_coalesced", FIRST, later, 98.0, sustained=120.0),
         _timed("sdpa", FIRST, later, 88.0, sustained=110.0),
         _timed("triton_fa2", FIRST, later, 80.0),
     )
@@ -396,7 +409,7 @@ def test_a_library_without_a_time_is_shown_from_a_later_session_that_has_one(tmp
     )
     timed = (_timed(name, FIRST, shown, 9.0) for name in ("00_naive", "01_coalesced", "sdpa"))
     _write(tmp_path, shown, *timed, without)
-    _write(tmp_path, later, _timed("01_coalesced", FIRST, later, 9.0), _timed("flex", FIRST, later, 8.0))
+    _write(tmp_path, later, _timed("flex", FIRST, later, 8.0))
     rows = {row.name: row.run for row in select.load(GPU, tmp_path).rows(FIRST)}
     assert rows == {"00_naive": shown, "01_coalesced": shown, "sdpa": shown, "flex": later}
 
@@ -614,6 +627,17 @@ def test_a_session_without_the_fastest_library_gives_no_ratio(tmp_path: Path) ->
     found = _against(tmp_path)["float16", "full"]
     assert found.burst is not None
     assert (found.run, found.burst.peer.name) == (fast, "sdpa")
+
+
+def test_the_run_that_a_ratio_is_of_is_shown_though_another_session_tried_more_of_the_ladder(tmp_path: Path) -> None:
+    whole, later = "20260101T030000Z-0000abc", "20260102T030000Z-0123abc"
+    lower, top = ("14_stale_max", "15_renormalize"), "16_ones_column"
+    _write(tmp_path, whole, *(_timed(name, FIRST, whole, 20.0) for name in (*lower, top, "fa3", "sdpa")))
+    _write(tmp_path, later, *(_timed(name, FIRST, later, 19.0) for name in (lower[1], top, "fa3")))
+    assert _against(tmp_path)["float16", "full"].run == later
+    rows = select.load(GPU, tmp_path).rows(FIRST)
+    assert {row.name: row.run for row in rows if row.run == later}.keys() == {lower[1], top, "fa3"}
+    assert [row.name for row in select.elsewhere(rows)] == [lower[0], "sdpa"]
 
 
 def test_the_stage_of_a_sustained_ratio_is_the_fastest_under_load(tmp_path: Path) -> None:

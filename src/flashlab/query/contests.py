@@ -17,11 +17,13 @@ from flashlab.kernels.peers import BESIDE
 from flashlab.query.rows import grouped, sessions
 from flashlab.query.select import (
     LADDER,
-    NEAR,
     Results,
+    best_peers,
     call_clock,
+    contested,
     fastest_peer,
     fastest_stage,
+    held_against,
     is_library,
     is_off_ladder,
     median_us,
@@ -192,37 +194,24 @@ def _contest(rows: Sequence[Measurement], regime: Regime, second: _Second | None
 def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> tuple[AgainstPeers, ...]:
     """For each problem on these kinds of inputs: our best stage against the best library of the same element type.
 
-    Both rows come from one run, in which they were interleaved: of the newest session whose fastest library is at
-    most 5 % slower than the fastest on record, the run that timed that library, or one within a percent of it; of
-    several, the one that timed most, then the newest. A session that left the fastest library out thus does not count.
-    "Best" is of what that run timed. Under continuous work, likewise, of the newest run that kept a library busy that
-    is the best in bursts, or within a percent of it: without one, a ratio would say too much. (torch's own choice is
-    often cuDNN, and ahead of it or behind by nothing but chance.)
-    Sessions that timed neither the last rung that this GPU has measured nor its parent take no part, nor do edited
-    copies of a stage: the last rung need not be timed anew at every problem.
+    Both rows come from one run, in which they were interleaved, by the rule of `select`. "Best" is of what that run
+    timed; where no run has a ratio, the newest is named. Under continuous work, likewise, of the newest run that kept a
+    library busy that is the best in bursts, or within a percent of it: without one, a ratio would say too much.
+    (torch's own choice is often cuDNN, and ahead of it or behind by nothing but chance.)
     """
     session_of, rows = sessions(gpu, data), store.records(gpu, Measurement, data)
     off_ladder = {row.run for row in rows if is_off_ladder(row)}
     every = [row for row in rows if row.run not in off_ladder]
     second = {(row.run, row.problem, row.name): row for row in every if row.with_lse and row.status == "ok"}
-    plain = [row for row in every if not row.with_lse]
-    rungs = grouped((row for row in plain if row.name in registry.STAGES and row.samples), lambda row: row.name)
-    last = next((stage for stage in reversed([*registry.STAGES.values()]) if stage.id in rungs), None)
-    among = [row for name in (last.id, last.parent or "") for row in rungs.get(name, ())] if last else plain
-    newer = {session_of[row.run] for row in among}
-    by_run: dict[Problem, dict[str, dict[str, Measurement]]] = {}
-    for row in plain:
-        asked = row.problem.inputs in inputs and not row.problem.features
-        if session_of[row.run] in newer and asked and (row.kind == "peer" or row.name in registry.STAGES):
-            by_run.setdefault(row.problem, {}).setdefault(row.run, {})[row.name] = row
-    able = _able(plain)
+    by_problem = contested(every, session_of)
+    able = _able(row for row in every if not row.with_lse)
     contests = []
-    for problem in sorted(by_run, key=problem_order):
-        runs = [list(by_name.values()) for by_name in by_run[problem].values()]
-        chosen = _against_the_fastest(runs, session_of)
-        named = _against_the_fastest([_named(rows) for rows in runs], session_of)
-        busy = _kept_busy(runs, _best_peers(chosen))
-        named_busy = _named(_kept_busy(runs, _best_peers(named)))
+    for problem in sorted((one for one in by_problem if one.inputs in inputs), key=problem_order):
+        runs = by_problem[problem]
+        chosen = held_against(runs, session_of) or max(runs, key=lambda rows: rows[0].run)
+        named = held_against(map(_named, runs), session_of)
+        busy = _kept_busy(runs, best_peers(chosen))
+        named_busy = _named(_kept_busy(runs, best_peers(named)))
         burst = _contest(chosen, "burst", second)
         lacking = "library" if fastest_stage(chosen) else "stage"
         contests.append(
@@ -330,13 +319,6 @@ def accuracy(gpu: str, data: Path = DATA) -> tuple[Accuracy, ...]:
     return tuple(by_problem[problem] for problem in sorted(by_problem, key=problem_order))
 
 
-def _best_peers(rows: Iterable[Measurement]) -> set[str]:
-    """Libraries within a percent of the fastest in bursts."""
-    times = [(time_us, row.name) for row in rows if is_library(row) and (time_us := median_us(row))]
-    best_us, _ = min(times, default=(0.0, ""))
-    return {name for time_us, name in times if time_us <= 1.01 * best_us}
-
-
 def _kept_busy(runs: Iterable[list[Measurement]], libraries: set[str]) -> list[Measurement]:
     """The newest run's rows that kept one of these libraries and a stage busy; empty where none did."""
     able = [
@@ -349,28 +331,6 @@ def _kept_busy(runs: Iterable[list[Measurement]], libraries: set[str]) -> list[M
 
 def _named(rows: Iterable[Measurement]) -> list[Measurement]:
     return [row for row in rows if row.kind == "stage" or row.name in NAMED_PEERS]
-
-
-def _against_the_fastest(runs: Iterable[list[Measurement]], sessions: Mapping[str, str]) -> list[Measurement]:
-    """Of several runs' rows of one problem, those that a ratio is of: see `against_peers`."""
-    every = [rows for rows in runs if rows]
-    able = [rows for rows in every if _contest(rows, "burst")]
-    if not able:
-        return max(every, key=lambda rows: rows[0].run, default=[])
-    best_us: dict[str, float] = {}
-    for rows in able:
-        session = sessions[rows[0].run]
-        times_us = (time_us for row in rows if is_library(row) and (time_us := median_us(row)))
-        best_us[session] = min(*times_us, best_us.get(session, math.inf))
-    newest = max(candidate for candidate, time_us in best_us.items() if time_us <= NEAR * min(best_us.values()))
-    able = [rows for rows in able if sessions[rows[0].run] == newest]
-    best = _best_peers(row for rows in able for row in rows)
-
-    def rank(rows: list[Measurement]) -> tuple[bool, int, str]:
-        timed = {row.name for row in rows if row.samples_of()}
-        return (not best.isdisjoint(timed), len(timed), rows[0].run)
-
-    return max(able, key=rank)
 
 
 @dataclass(frozen=True, kw_only=True)

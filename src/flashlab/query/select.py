@@ -2,18 +2,28 @@
 
 **The rule.** Rows that were measured together stay together. For every problem the candidates are the sessions (the
 runs of one commit on one GPU, each begun within six hours of the one before) that hold rows of it, or its single runs
-where rows are compared with each other: a ratio means most between rows that were interleaved. Of sessions, the one
-whose last rung stands highest on the ladder wins: what most readers compare is the last kernel with the libraries.
-Sessions in which that kernel had other machine code than in the newest are out. Of those that are left, one that timed
-a library there comes first, then the one that tried most of what the policy covers; of several, the newest. So a later
-run of one stage hides neither the ladder nor the libraries that it is held against.
+where rows are compared with each other: a ratio means most between rows that were interleaved.
 
-In a session a problem's rows come from the run that tried most of the ladder there, then of what the policy covers,
-then from the one that took samples in most states, then from the newest; what that run did not try is filled in from
-the session's other runs: rows of other implementations, and samples of the same machine code in other states. Rungs and
-libraries that the session did not time come from the newest other session that did, and libraries' samples in states
-that it lacks likewise (`elsewhere` finds them); a rate over a parent's is given only where both are of one session
-(`parent_of`).
+What most readers compare is the last kernel with the libraries, so of sessions the one wins that this ratio is of:
+
+* Those take part that timed the last rung which the GPU has measured, or its parent: the last rung need not be timed
+  anew at every problem. Runs of stages off the ladder take no part.
+* The newest whose fastest library is at most 5 % slower than the fastest on record: one that left the fastest library
+  out does not count.
+* Of its runs, the one that timed that library, or one within a percent of it; of several, the one that timed most, then
+  the newest (`held_against`).
+
+Where no run has a ratio, or no ladder is chosen, the session wins whose last rung stands highest; those in which that
+kernel had other machine code than in the newest are out. Of those that are left, one that timed a library there comes
+first, then the one that tried most of what the policy covers; of several, the newest. So a later run of one stage hides
+neither the ladder nor the libraries that it is held against.
+
+In a session a problem's rows come from the run that the ratio is of, else from the one that tried most of the ladder
+there, then of what the policy covers, then took samples in most states, then from the newest; what that run did not try
+is filled in from the session's other runs: rows of other implementations, and samples of the same machine code in other
+states. Rungs and libraries that the session did not time come from the newest other session that did, and libraries'
+samples in states that it lacks likewise (`elsewhere` finds them); a rate over a parent's is given only where both are
+of one session (`parent_of`).
 
 A run that measured a stage off the ladder takes part only where the policy says so: the rungs in it are there to be
 compared with.
@@ -29,6 +39,7 @@ tunables that their names have today where some session ran those.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -174,9 +185,13 @@ def select(rows: Iterable[Measurement], sessions: Mapping[str, str], policy: Pol
             key = row.run if policy.within == "run" else sessions[row.run]
             groups = candidates.setdefault(row.problem, {})
             groups.setdefault(key, {}).setdefault(row.run, {})[row.name] = row
+    of_ratios = policy.within == "session" and policy.off_ladder == "without"
+    ratios = contested(able, sessions) if of_ratios else {}
     chosen: list[Measurement] = []
     for problem in sorted(candidates, key=problem_order):
-        merged = {key: _merged(list(runs.values()), policy.covers) for key, runs in candidates[problem].items()}
+        held = held_against(ratios.get(problem, ()), sessions)
+        first = held[0].run if held else ""
+        merged = {key: _merged(runs, policy.covers, first) for key, runs in candidates[problem].items()}
         tried = {key: _tried(by_name, policy.covers) for key, by_name in merged.items()}
         best = max(
             _of_the_last(merged, policy.covers) if policy.within == "session" and not policy.as_named else merged,
@@ -187,6 +202,7 @@ def select(rows: Iterable[Measurement], sessions: Mapping[str, str], policy: Pol
                 key,
             ),
         )
+        best = sessions[first] if first else best
         by_name = merged[best]
         if policy.within == "session" and policy.fill:
             _fill(by_name, [merged[key] for key in sorted(merged, reverse=True) if key != best], policy.covers)
@@ -204,19 +220,22 @@ def _is_as_named(row: Measurement) -> bool:
     return row.cubin is not None and row.cubin.parameters == stage.parameters(row.problem.head_dim, given)
 
 
-def _merged(runs: Sequence[Mapping[str, Measurement]], covers: Collection[str]) -> dict[str, Measurement]:
-    """Rows of one problem from the runs of a session, by name; `runs` oldest first.
+def _merged(
+    runs: Mapping[str, Mapping[str, Measurement]], covers: Collection[str], first: str
+) -> dict[str, Measurement]:
+    """Rows of one problem from the runs of a session, by name.
 
-    Of what several measured, that of the run which tried most of the ladder, and then of `covers`.
+    Of what several measured, that of the run `first`, else of the one which tried most of the ladder, then of `covers`.
     """
 
-    def rank(index: int) -> tuple[int, int, int, int]:
-        states = {(samples.regime, samples.cache) for row in runs[index].values() for samples in row.samples}
-        return len(_tried(runs[index], registry.STAGES)), len(_tried(runs[index], covers)), len(states), index
+    def rank(run: str) -> tuple[bool, int, int, int, str]:
+        of_run = runs[run]
+        states = {(samples.regime, samples.cache) for row in of_run.values() for samples in row.samples}
+        return run == first, len(_tried(of_run, registry.STAGES)), len(_tried(of_run, covers)), len(states), run
 
     by_name: dict[str, Measurement] = {}
-    for index in sorted(range(len(runs)), key=rank):
-        for name, row in runs[index].items():
+    for run in sorted(runs, key=rank):
+        for name, row in runs[run].items():
             known = by_name.get(name)
             if known is None:
                 by_name[name] = row
@@ -246,12 +265,16 @@ def _of_the_last(sessions: Mapping[str, Mapping[str, Measurement]], names: Seque
 
 
 def _fill(by_name: dict[str, Measurement], others: Iterable[Mapping[str, Measurement]], names: Collection[str]) -> None:
-    """The stages `names` and the libraries, or states of libraries, that a session lacks, from others in that order."""
+    """The stages `names` and the libraries, or states of libraries, that a session lacks, from others in that order.
+
+    Of libraries those too that do not take the problem: they were tried.
+    """
     for session in others:
         for name, row in session.items():
-            if not row.samples or not (row.kind == "peer" or name in names):
-                continue
             known = by_name.get(name)
+            cannot = row.kind == "peer" and row.status == "unsupported" and known is None
+            if not (cannot or (row.samples and (row.kind == "peer" or name in names))):
+                continue
             if known is None or not known.samples:
                 by_name[name] = row
             elif row.kind == "peer":
@@ -262,12 +285,60 @@ def _filled(ours: Measurement, theirs: Measurement) -> Measurement:
     """`ours` with the samples of `theirs` in states that it has none of, where both are of the same code."""
     states = {(samples.regime, samples.cache) for samples in ours.samples}
     more = tuple(samples for samples in theirs.samples if (samples.regime, samples.cache) not in states)
-    changed = any(theirs.software.get(name, version) != version for name, version in ours.software.items())
-    if not ours.samples or not more or changed or ours.cubin != theirs.cubin:
+    if not ours.samples or not more or not same_code(ours, theirs):
         return ours
     added = {f"{extra.regime} {extra.cache}": origin(theirs, extra.regime, extra.cache) for extra in more}
     fields = {name: getattr(ours, name) for name in Measurement.model_fields} | {"samples": (*ours.samples, *more)}
     return Filled(**fields, origins={**(ours.origins if isinstance(ours, Filled) else {}), **added})
+
+
+def contested(rows: Iterable[Measurement], sessions: Mapping[str, str]) -> dict[Problem, list[list[Measurement]]]:
+    """By problem without a window and a soft cap, the runs' rows that a ratio to the libraries may be of."""
+    rows = list(rows)
+    off_ladder = {row.run for row in rows if is_off_ladder(row)}
+    able = [row for row in rows if row.run not in off_ladder and not row.with_lse]
+    rungs = grouped((row for row in able if row.name in registry.STAGES and row.samples), lambda row: row.name)
+    last = next((stage for stage in reversed([*registry.STAGES.values()]) if stage.id in rungs), None)
+    among = [row for name in (last.id, last.parent or "") for row in rungs.get(name, ())] if last else able
+    newer = {sessions[row.run] for row in among}
+    by_run: dict[Problem, dict[str, dict[str, Measurement]]] = {}
+    for row in able:
+        plain = not row.problem.features and (row.kind == "peer" or row.name in registry.STAGES)
+        if plain and sessions[row.run] in newer:
+            by_run.setdefault(row.problem, {}).setdefault(row.run, {})[row.name] = row
+    return {problem: [list(by_name.values()) for by_name in runs.values()] for problem, runs in by_run.items()}
+
+
+def held_against(runs: Iterable[Sequence[Measurement]], sessions: Mapping[str, str]) -> list[Measurement]:
+    """Of several runs' rows of one problem, those that a ratio to the fastest library is of, in bursts; may be empty.
+
+    Args:
+        runs: as `contested` gives them, or fewer rows of each.
+    """
+    able = [list(rows) for rows in runs if fastest_stage(rows) and fastest_peer(rows)]
+    if not able:
+        return []
+    best_us: dict[str, float] = {}
+    for rows in able:
+        session = sessions[rows[0].run]
+        times_us = (time_us for row in rows if is_library(row) and (time_us := median_us(row)))
+        best_us[session] = min(*times_us, best_us.get(session, math.inf))
+    newest = max(candidate for candidate, time_us in best_us.items() if time_us <= NEAR * min(best_us.values()))
+    able = [rows for rows in able if sessions[rows[0].run] == newest]
+    best = best_peers(row for rows in able for row in rows)
+
+    def rank(rows: list[Measurement]) -> tuple[bool, int, str]:
+        timed = {row.name for row in rows if row.samples_of()}
+        return (not best.isdisjoint(timed), len(timed), rows[0].run)
+
+    return max(able, key=rank)
+
+
+def best_peers(rows: Iterable[Measurement]) -> set[str]:
+    """Libraries within a percent of the fastest in bursts."""
+    times = [(time_us, row.name) for row in rows if is_library(row) and (time_us := median_us(row))]
+    best_us, _ = min(times, default=(0.0, ""))
+    return {name for time_us, name in times if time_us <= 1.01 * best_us}
 
 
 @dataclass(frozen=True, kw_only=True)
