@@ -1025,30 +1025,34 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
         + ", ".join(f"S{count} {number(one.ratio)} over {short_title(one.peer.name)}" for count, one in at.items())
         for (dtype, head_dim, mask), at in lines.items()
     )
-    commits = sorted(set(map(select.commit_label, runs)))
-    rows = [row for contest in contests for row in (contest.stage, contest.peer)]
-    clocks = sorted(clock for row in rows if (clock := select.call_clock(row, regime)))
-    inputs = select.on_inputs(_OF_LENGTHS)
-    facts = (
-        shown.name,
-        f"SM {clocks[0]:.0f}–{clocks[-1]:.0f} MHz in the calls" if clocks else "clock not recorded",
-        inputs,
-        regime,
-        select.days(runs),
-        f"commit {', '.join(commits)}",
-    )
     return compose(
         draw,
         name=f"ratios-{regime}",
         heights=(3.2 + 0.19 * math.ceil(entries / 4), 2.4 * len(dtypes) + 0.17 * entries),
         alt=f"The best stage's rate over the best library's, {regime}, over sequence length. {said}.",
         caption=f"How many times as fast the best stage is as the best library of the same element type, {regime}, "
-        f"{inputs}: from {number(low)} to {number(high)}. Lines are head dims and masks; a point's shape is the "
-        "library. Below one the library is faster. Each point is of one run, in which the two were interleaved; the "
-        "runs may be of several sessions and GPUs.",
-        provenance=" · ".join(facts),
+        f"{select.on_inputs(_OF_LENGTHS)}: from {number(low)} to {number(high)}. Lines are head dims and masks; a "
+        "point's shape is the library. Below one the library is faster. Each point is of one run, in which the two "
+        "were interleaved; the runs may be of several sessions and GPUs.",
+        provenance=_of_contests(shown, contests, regime),
         data_files=tuple(f"{shown.gpu}/runs/{run}.jsonl" for run in runs),
     )
+
+
+def _of_contests(shown: Results, contests: Sequence[Contest], regime: Regime) -> str:
+    """Where ratios over sequence lengths come from, for a caption."""
+    runs = {contest.run for contest in contests}
+    rows = [row for contest in contests for row in (contest.stage, contest.peer)]
+    clocks = sorted(clock for row in rows if (clock := select.call_clock(row, regime)))
+    facts = (
+        shown.name,
+        f"SM {clocks[0]:.0f}–{clocks[-1]:.0f} MHz in the calls" if clocks else "clock not recorded",
+        select.on_inputs(_OF_LENGTHS),
+        regime,
+        select.days(runs),
+        f"commit {', '.join(sorted(set(map(select.commit_label, runs))))}",
+    )
+    return " · ".join(facts)
 
 
 def lengths(shown: Results, *, head_dim: int, mask: str, dtype: str = "float16", regime: Regime = "burst") -> Chart:
@@ -1474,29 +1478,6 @@ def roofline(
         raise NoDataError(f"wanted a stage with a time at {first.label} on {shown.gpu}, found none")
     rows = [point.row for point in points]
     crowded = by_problem and len({row.problem for row in rows}) > _NAMED_PROBLEMS
-    flat = ", ".join(f"{roof.label} {number(roof.value)}" for roof in roofs if not roof.is_slope)
-    said = "; ".join(f"{p.row.name} at {p.row.problem.label} {number(p.tflops)}" for p in points)
-    at_clock = (
-        f"; those of an SM's units at {clock_mhz:.0f} MHz, the clock inside the calls of the fastest mark"
-        if clock_mhz
-        else "; the clock inside the calls was not recorded"
-    )
-    dashed = "" if all(roof.measured for roof in roofs) else ", dashed ones are the data sheet's"
-    if by_problem:
-        stages = {point.row.name for point in points if point.row.kind == "stage"}
-        which = f", {stages.pop()} at each" if len(stages) == 1 else ""
-        caption = (
-            f"Each full {first.dtype} problem's fastest stage (circles{which}) and fastest library (diamonds), over "
-            "the bytes that must cross device memory. A column is one sequence length S"
-            f"{'' if crowded else ', a label names batch and head dim'}. "
-            f"Filled: head dim {first.head_dim}, hollow: another."
-        )
-    else:
-        counted = (
-            "must cross device memory" if level == "dram" else "its tiles fetch from L2, counted from its tile size"
-        )
-        filled = " Filled: over those that Nsight Compute measured." if any(point.solid for point in points) else ""
-        caption = f"Each stage at {first.label}. Hollow: over the bytes that {counted}.{filled}"
 
     def draw(figure: Figure, layout: Layout) -> None:
         axes: Axes = figure.subplots()
@@ -1524,15 +1505,44 @@ def roofline(
         axes.set(xlabel=f"operations per byte of {memory}", ylabel="TFLOP/s")
         figure.legend(loc="outside lower left", ncols=2 if layout == "wide" else 1)
 
+    flat = ", ".join(f"{roof.label} {number(roof.value)}" for roof in roofs if not roof.is_slope)
+    marks = "; ".join(f"{p.row.name} at {p.row.problem.label} {number(p.tflops)}" for p in points)
     return compose(
         draw,
         name=f"roofline-{level}{'' if by_problem or level == 'l2' else '-measured'}",
         heights=(6.2, 7.0),
-        alt=f"Roofline. Compute ceilings, TFLOP/s: {flat}. Marks, TFLOP/s: {said}.",
-        caption=f"{caption} Solid ceilings were measured here{dashed}{at_clock}.",
+        alt=f"Roofline. Compute ceilings, TFLOP/s: {flat}. Marks, TFLOP/s: {marks}.",
+        caption=f"{_of_marks(first, points, level, by_problem, crowded)} {_of_ceilings(roofs, clock_mhz)}",
         provenance=select.provenance(rows),
         data_files=select.run_files([*rows, *shown.ceilings.values(), *measured]),
     )
+
+
+def _of_marks(
+    first: Problem, points: Sequence[_Point], level: Literal["dram", "l2"], by_problem: bool, crowded: bool
+) -> str:
+    """What a roofline's caption says of its marks."""
+    if by_problem:
+        stages = {point.row.name for point in points if point.row.kind == "stage"}
+        which = f", {stages.pop()} at each" if len(stages) == 1 else ""
+        return (
+            f"Each full {first.dtype} problem's fastest stage (circles{which}) and fastest library (diamonds), over "
+            "the bytes that must cross device memory. A column is one sequence length S"
+            f"{'' if crowded else ', a label names batch and head dim'}. "
+            f"Filled: head dim {first.head_dim}, hollow: another."
+        )
+    counted = "must cross device memory" if level == "dram" else "its tiles fetch from L2, counted from its tile size"
+    filled = " Filled: over those that Nsight Compute measured." if any(point.solid for point in points) else ""
+    return f"Each stage at {first.label}. Hollow: over the bytes that {counted}.{filled}"
+
+
+def _of_ceilings(roofs: Sequence[_Roof], clock_mhz: float | None) -> str:
+    """What a roofline's caption says of its ceilings."""
+    dashed = "" if all(roof.measured for roof in roofs) else ", dashed ones are the data sheet's"
+    if clock_mhz is None:
+        return f"Solid ceilings were measured here{dashed}; the clock inside the calls was not recorded."
+    at_clock = f"those of an SM's units at {clock_mhz:.0f} MHz, the clock inside the calls of the fastest mark"
+    return f"Solid ceilings were measured here{dashed}; {at_clock}."
 
 
 def _name_lengths(axes: Axes, layout: Layout, points: Sequence[_Point]) -> None:
