@@ -54,7 +54,7 @@ def _define(name: str, call: Callable[..., Any], inputs: str, *, causal: bool, d
     Its output lies in memory as q, the first input, does: a model's projection has a token's heads side by side, and
     wants them so. While it is traced, the first three inputs are looked at: `dims` says what their dimensions are.
     """
-    names = [one.split()[-1] for one in inputs.split(", ")]
+    names = [parameter.split()[-1] for parameter in inputs.split(", ")]
 
     def real(*args: Any) -> Any:
         how = dict(zip(_OPTIONS, args[len(names) :], strict=False))

@@ -146,10 +146,10 @@ class Comparison:
         return "not explained by host, clock or launch"
 
 
-def comparisons(found: Iterable[Reading]) -> tuple[Comparison, ...]:
+def comparisons(pools: Iterable[Reading]) -> tuple[Comparison, ...]:
     """Every other timer's pools beside those of CUDA events in the same state."""
     pairs = _against(
-        found,
+        pools,
         lambda pool: (pool.name, pool.problem, pool.inputs, state(pool), pool.samples.cache),
         lambda p: p.timer == "events",
     )
@@ -223,16 +223,16 @@ def _page(
     return "\n".join([*parts, f"*{merged[0].gpu.name} · {source}*\n" if merged else ""])
 
 
-def missing_timers(found: Iterable[Reading]) -> str:
+def missing_timers(pools: Iterable[Reading]) -> str:
     """The timers that gave no reading and what installs them, as a sentence; empty where all or none did."""
-    timers = {pool.timer for pool in found}
+    timers = {pool.timer for pool in pools}
     lacking = [f"{TIMERS[timer]} (`pip install {name}`)" for timer, name in INSTALLS.items() if timer not in timers]
     return f"**No reading on record:** {', '.join(lacking)}.\n" if timers and lacking else ""
 
 
-def timers_table(found: Sequence[Reading]) -> str:
+def timers_table(pools: Sequence[Reading]) -> str:
     """Other timers beside CUDA events on random inputs, a table a problem, each difference with what explains it."""
-    bursts = _bursts(found)
+    bursts = _bursts(pools)
 
     def above(rows: Sequence[Comparison]) -> str:
         agreeing = sum(comparison.agrees for comparison in rows)
@@ -254,13 +254,13 @@ def timers_table(found: Sequence[Reading]) -> str:
     return _page(bursts, columns, rows, above)
 
 
-def timers_chart(found: Sequence[Reading]) -> Chart:
+def timers_chart(pools: Sequence[Reading]) -> Chart:
     """The ratios of `timers_table` as a figure.
 
     Raises:
         NoDataError: there is none.
     """
-    bursts = _bursts(found)
+    bursts = _bursts(pools)
     compared = comparisons(bursts)
     if not compared:
         raise NoDataError.of("readings by other timers beside CUDA events", "flashlab method")
@@ -283,9 +283,9 @@ def timers_chart(found: Sequence[Reading]) -> Chart:
     )
 
 
-def zeros_table(found: Sequence[Reading]) -> str:
+def zeros_table(pools: Sequence[Reading]) -> str:
     """Zeros beside random normal inputs, by CUDA events: time, clock and power."""
-    by_events = [pool for pool in found if pool.timer == "events"]
+    by_events = [pool for pool in pools if pool.timer == "events"]
     pairs = _against(
         by_events, lambda pool: (pool.name, pool.problem, state(pool)), lambda pool: pool.inputs == "normal"
     )
@@ -304,9 +304,9 @@ def zeros_table(found: Sequence[Reading]) -> str:
     return _page(by_events, columns, [(pair[0].problem, states.index(state(pair[0])), pair) for pair in pairs])
 
 
-def cache_table(found: Sequence[Reading]) -> str:
+def cache_table(pools: Sequence[Reading]) -> str:
     """A cold L2 beside a hot one, random inputs, by every timer that was read."""
-    bursts = _bursts(found)
+    bursts = _bursts(pools)
     pairs = _against(
         bursts, lambda pool: (pool.name, pool.problem, pool.timer), lambda pool: pool.samples.cache == "hot"
     )
@@ -350,14 +350,14 @@ def clock_table(shown: Results) -> str:
     return "\n".join(text)
 
 
-def spread_table(found: Iterable[Spread]) -> str:
+def spread_table(spreads: Iterable[Spread]) -> str:
     """Every stage and library on separate starts: median of each, spread within and between, a table a problem."""
 
     def start(index: int) -> Callable[[Spread], float | None]:
         return lambda rows: samples(rows)[index].median_us if index < len(rows) else None
 
     text, form = [], "{:.2f}".format
-    for problem, mine in grouped(found, lambda rows: rows[0].problem).items():
+    for problem, mine in grouped(spreads, lambda rows: rows[0].problem).items():
         starts = max(map(len, mine))
         columns = [
             Column("", "0.name", _title),
@@ -388,14 +388,14 @@ def _starts_line(timed: Sequence[Spread], columns: int) -> str:
     )
 
 
-def spread_chart(found: Iterable[Spread], *, mask: Mask = "full") -> Chart:
+def spread_chart(starts: Iterable[Spread], *, mask: Mask = "full") -> Chart:
     """Each start's median and 5th to 95th percentile at the first shape beside the mean of the starts.
 
     Raises:
         NoDataError: nothing was measured there on two.
     """
     problem = Problem.parse(FIRST_SHAPE, mask=mask)
-    timed = [rows for rows in found if rows[0].problem == problem]
+    timed = [rows for rows in starts if rows[0].problem == problem]
     if not timed:
         raise NoDataError.of(f"{problem.label} on separate starts of a machine", "flashlab bench --suite first")
     series: dict[str, dict[str, tuple[float, float, float]]] = {}
@@ -439,9 +439,9 @@ def samples_line(gpu_slug: str, data: Path = DATA) -> str:
     return text
 
 
-def summary(found: Iterable[Reading], starts: Iterable[Spread]) -> dict[str, Any]:
+def summary(pools: Iterable[Reading], starts: Iterable[Spread]) -> dict[str, Any]:
     """What the notebook found, in numbers: agreement of timers, spread between starts."""
-    compared = comparisons(pool for pool in found if pool.inputs == NORMAL)
+    compared = comparisons(pool for pool in pools if pool.inputs == NORMAL)
     return {
         "compared": len(compared),
         "agreeing": sum(comparison.agrees for comparison in compared),

@@ -424,10 +424,10 @@ def estimate_s(tasks: Sequence[Task]) -> float:
     return _START_S + sum(_EACH_S + _CHECK_S * checked / _CHECKED_SCORES for checked in scores)
 
 
-def rank(found: Iterable[Tuning], problems: Sequence[Problem]) -> list[Variant]:
+def rank(tunings: Iterable[Tuning], problems: Sequence[Problem]) -> list[Variant]:
     """The variants that are right on all problems, by the geometric mean of their median times, fastest first."""
     medians: dict[Items, dict[Problem, float]] = {}
-    for record in found:
+    for record in tunings:
         samples = record.samples_of()
         if record.status == "ok" and samples is not None:
             medians.setdefault(items(record.parameters), {})[record.problem] = samples.median_us

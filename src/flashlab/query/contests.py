@@ -206,7 +206,7 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
     by_problem = contested(every, session_of)
     able = _able(row for row in every if not row.with_lse)
     contests = []
-    for problem in sorted((one for one in by_problem if one.inputs in inputs), key=problem_order):
+    for problem in sorted((problem for problem in by_problem if problem.inputs in inputs), key=problem_order):
         runs = by_problem[problem]
         chosen = held_against(runs, session_of) or max(runs, key=lambda rows: rows[0].run)
         named = held_against(map(_named, runs), session_of)
@@ -365,7 +365,7 @@ def across_gpus(everything: Sequence[Results]) -> tuple[Across, ...]:
     )
 
 
-def order_across(found: Iterable[Across], gpu: str, base: str) -> tuple[int, tuple[tuple[Across, Across], ...]]:
+def order_across(compared: Iterable[Across], gpu: str, base: str) -> tuple[int, tuple[tuple[Across, Across], ...]]:
     """How many pairs of stages both GPUs timed at one problem, each with the same tunables, and those whose order on
     `gpu` is not that on `base`."""
 
@@ -374,7 +374,9 @@ def order_across(found: Iterable[Across], gpu: str, base: str) -> tuple[int, tup
         return (ours and ours.parameters) == (theirs and theirs.parameters)
 
     both = [
-        across for across in found if across.name in registry.STAGES and across.ratio(gpu, base) and same_code(across)
+        across
+        for across in compared
+        if across.name in registry.STAGES and across.ratio(gpu, base) and same_code(across)
     ]
     pairs = [(first, other) for first, other in combinations(both, 2) if first.problem == other.problem]
 
@@ -385,11 +387,11 @@ def order_across(found: Iterable[Across], gpu: str, base: str) -> tuple[int, tup
     return len(pairs), tuple(pair for pair in pairs if first_is_faster(pair, gpu) != first_is_faster(pair, base))
 
 
-def fastest_across(found: Iterable[Across], base: Results) -> tuple[Across, ...]:
+def fastest_across(compared: Iterable[Across], base: Results) -> tuple[Across, ...]:
     """Of each problem the stage and the library that are the fastest on a GPU, of those that run by default."""
     chosen = []
     for several in grouped(
-        (across for across in found if base.gpu in across.rows), lambda across: across.problem
+        (across for across in compared if base.gpu in across.rows), lambda across: across.problem
     ).values():
         rows = [across.rows[base.gpu] for across in several]
         kept = {row.name for row in (fastest_stage(rows, records=base.records), fastest_peer(rows)) if row}

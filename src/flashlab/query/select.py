@@ -501,18 +501,18 @@ def profiles(gpu: str, data: Path = DATA) -> tuple[StageProfile, ...]:
     return tuple(newest[key] for key in order)
 
 
-def profile_provenance(found: Sequence[StageProfile]) -> str:
+def profile_provenance(launches: Sequence[StageProfile]) -> str:
     """Where profiles come from, for a caption: GPU, problem, tool, date, commit."""
-    if not found:
+    if not launches:
         return ""
-    labels = {profile.problem.label for profile in found}
-    runs = sorted({profile.run for profile in found})
+    labels = {profile.problem.label for profile in launches}
+    runs = sorted({profile.run for profile in launches})
     parts = [
-        found[0].gpu,
+        launches[0].gpu,
         labels.pop() if len(labels) == 1 else f"{len(labels)} problems",
-        f"Nsight Compute {', '.join(sorted({profile.ncu for profile in found}))}, one launch each from cold caches",
+        f"Nsight Compute {', '.join(sorted({profile.ncu for profile in launches}))}, one launch each from cold caches",
         ", ".join(sorted({date(run) for run in runs})),
-        f"commit {', '.join(sorted({commit_label(profile.run, profile.dirty) for profile in found}))}",
+        f"commit {', '.join(sorted({commit_label(profile.run, profile.dirty) for profile in launches}))}",
     ]
     return " · ".join(parts)
 

@@ -381,12 +381,12 @@ def _able(problem: Problem, arch: str) -> Iterator[Stage]:
 
 
 @lru_cache(maxsize=1024)
-def choices(problem: Problem, found: Table, arch: str, sm_count: int, lenders: tuple[Table, ...]) -> tuple[Choice, ...]:
+def choices(problem: Problem, table: Table, arch: str, sm_count: int, lenders: tuple[Table, ...]) -> tuple[Choice, ...]:
     """The stages that run a problem, by the rows of one table and the tunables of `lenders`: see the module."""
-    distances = found.distances(problem, found.sm_count / sm_count)
+    distances = table.distances(problem, table.sm_count / sm_count)
     made = []
     for stage in _able(problem, arch):
-        rows = found.rows_of(stage, problem.head_dim)
+        rows = table.rows_of(stage, problem.head_dim)
         if not rows:
             continue
         tuned_on = _tuned_on(stage, problem, lenders)
@@ -398,8 +398,8 @@ def choices(problem: Problem, found: Table, arch: str, sm_count: int, lenders: t
                 apart += _OTHER_TUNABLES * (other.parameters != taken)
                 far, row = (apart, other) if apart < far else (far, row)
         tile = tile_of(row)
-        more = _busiest(problem, tile, sm_count) / _busiest(row.problem, tile, found.sm_count)
-        fixed_us = (DECODE_FIXED_SHARE if tile.decodes else FIXED_SHARE) * found.least_us
+        more = _busiest(problem, tile, sm_count) / _busiest(row.problem, tile, table.sm_count)
+        fixed_us = (DECODE_FIXED_SHARE if tile.decodes else FIXED_SHARE) * table.least_us
         fixed_us = min(fixed_us, row.time_us)
         time_us = row.time_us if more == 1 else fixed_us + (row.time_us - fixed_us) * more
         made.append(Choice(stage, taken, time_us, row, tuned_on, far))

@@ -492,7 +492,7 @@ def ladder(
         f"{best or 'No stage has a time'}; {library or 'no library has a time'}." + (f" {note}" if note else ""),
         caption="Throughput of each stage (circles) and library (diamonds): median, with the 5th to 95th percentile as "
         f"a band, often narrower than the mark. The dashed line is the fastest library in {dtype}."
-        + "".join(f" {one}" for one in notes if one),
+        + "".join(f" {note}" for note in notes if note),
         **_of_rows(timed),
     )
 
@@ -603,17 +603,17 @@ def side_by_side(
     )
 
 
-def across(found: Sequence[Across], everything: Sequence[Results]) -> Chart:
+def across(compared: Sequence[Across], everything: Sequence[Results]) -> Chart:
     """What each GPU reaches at one problem: a row a stage or library, a mark a GPU."""
     titles = {shown.gpu: shown.name.removeprefix("NVIDIA ") for shown in everything}
-    series = {title: [one.rows[gpu] for one in found if gpu in one.rows] for gpu, title in titles.items()}
+    series = {title: [across.rows[gpu] for across in compared if gpu in across.rows] for gpu, title in titles.items()}
     clocks = ", ".join(f"{title} {select.clocks(rows)}" for title, rows in series.items())
     days = sorted({select.date(row.run) for rows in series.values() for row in rows})
     return side_by_side(
         series,
         {title: ("oDs^v"[i % 5], _CATEGORIES[i % len(_CATEGORIES)]) for i, title in enumerate(series)},
         name="across-gpus",
-        caption=f"The same versions and libraries on each GPU at {found[0].problem.label}, burst, median. "
+        caption=f"The same versions and libraries on each GPU at {compared[0].problem.label}, burst, median. "
         f"SM clock inside the calls: {clocks}.",
         provenance=f"{' and '.join(series)} · {', '.join(days)}",
     )
@@ -976,7 +976,7 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
     Raises:
         NoDataError: no head dim, mask and element type has a ratio at two lengths.
     """
-    held = [(one.problem, one.burst if regime == "burst" else one.sustained) for one in found]
+    held = [(at.problem, at.burst if regime == "burst" else at.sustained) for at in found]
     lines: dict[tuple[str, int, str], dict[int, Contest]] = {}
     for problem, contest in sorted(
         held, key=lambda pair: (pair[0].dtype, pair[0].head_dim, pair[0].mask, pair[0].q_len)
@@ -1022,7 +1022,9 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
     entries = len(kinds) + len(libraries)
     said = "; ".join(
         f"D{head_dim} {mask} {dtype}: "
-        + ", ".join(f"S{count} {number(one.ratio)} over {short_title(one.peer.name)}" for count, one in at.items())
+        + ", ".join(
+            f"S{count} {number(contest.ratio)} over {short_title(contest.peer.name)}" for count, contest in at.items()
+        )
         for (dtype, head_dim, mask), at in lines.items()
     )
     return compose(
@@ -1067,7 +1069,7 @@ def lengths(shown: Results, *, head_dim: int, mask: str, dtype: str = "float16",
     """
     problems = select.of_lengths(shown, head_dim=head_dim, mask=mask, dtype=dtype, regime=regime)
     ceiling = shown.ceilings.get(f"tensor_{dtype}")
-    rows = (row for one in problems for row in (*shown.rows(one), *shown.beside(one)))
+    rows = (row for problem in problems for row in (*shown.rows(problem), *shown.beside(problem)))
     used = [row for row in rows if select.rate(row, regime)]
     lines: dict[str, dict[int, Measurement]] = {}
     for row in used:
@@ -1204,10 +1206,10 @@ def stalls(profiles: Sequence[StageProfile]) -> Chart:
         NoDataError: no profile names the states of warps.
     """
     shares: dict[str, dict[str, float]] = {}
-    for one in profiles:
-        grouped = {group: sum(one.states.get(state, 0) for state in of) for group, of in STATE_GROUPS.items()}
-        if one.states:
-            shares[one.stage] = grouped | {"Other": max(0.0, 100 - sum(grouped.values()))}
+    for profile in profiles:
+        grouped = {group: sum(profile.states.get(state, 0) for state in of) for group, of in STATE_GROUPS.items()}
+        if profile.states:
+            shares[profile.stage] = grouped | {"Other": max(0.0, 100 - sum(grouped.values()))}
     if not shares:
         raise NoDataError.of("a profile that says what warps waited for", "flashlab profile")
 
@@ -1235,10 +1237,10 @@ def busy(profiles: Sequence[StageProfile]) -> Chart:
     """
     units = {"tensor pipe": "tensor_percent", "exponential unit": "exp_percent", "issue slots": "issue_percent"}
     shares = {
-        (one.stage, unit): float(value)
-        for one in profiles
+        (profile.stage, unit): float(value)
+        for profile in profiles
         for unit, field in units.items()
-        if (value := getattr(one, field)) is not None
+        if (value := getattr(profile, field)) is not None
     }
     if not shares:
         raise NoDataError.of("a profile that says how busy units were", "flashlab profile")
@@ -1246,7 +1248,7 @@ def busy(profiles: Sequence[StageProfile]) -> Chart:
     return marks(
         shares,
         dict(zip(units, (("o", STAGE), ("D", PEER), ("s", ACCENT)), strict=True)),
-        rows={one.stage: one.stage for one in profiles},
+        rows={profile.stage: profile.stage for profile in profiles},
         origin=(0.0, 100.0),
         xlabel="percent of the cycles in which the SM was busy",
         name="busy",
@@ -1266,7 +1268,7 @@ def ceilings(shown: Results) -> Chart:
         NoDataError: nothing measured has a data sheet's value beside it.
     """
     sheet = limits.DATASHEETS.get(shown.gpu)
-    pairs = [(one, peak) for one in shown.ceilings.values() if sheet and (peak := sheet.peak(one.name))]
+    pairs = [(ceiling, peak) for ceiling in shown.ceilings.values() if sheet and (peak := sheet.peak(ceiling.name))]
     if not pairs:
         raise NoDataError(f"wanted measured ceilings of {shown.gpu} with a data sheet's value beside them, found none")
 
@@ -1278,7 +1280,9 @@ def ceilings(shown: Results) -> Chart:
         axes.text(max(share, 100) + 2, y, f"{number(ceiling.value)}{of} {ceiling.unit}", va="center")
 
     first = pairs[0][0]
-    values = "; ".join(f"{one.name} {number(one.value)} of {number(peak)} {one.unit}" for one, peak in pairs)
+    values = "; ".join(
+        f"{ceiling.name} {number(ceiling.value)} of {number(peak)} {ceiling.unit}" for ceiling, peak in pairs
+    )
     return _row_chart(
         [(pair[0].name, pair) for pair in pairs],
         each,
@@ -1291,7 +1295,7 @@ def ceilings(shown: Results) -> Chart:
         caption="What the GPU at hand delivers of what its data sheet says (dense GEMMs).",
         provenance=f"{first.gpu.name} · burst · {select.date(first.run)} · "
         f"commit {select.commit_label(first.run, first.source.dirty)}",
-        data_files=select.run_files([one for one, _ in pairs]),
+        data_files=select.run_files([ceiling for ceiling, _ in pairs]),
     )
 
 
@@ -1381,7 +1385,7 @@ def _stage_points(
 ) -> list[_Point]:
     """Of each stage with a time a hollow mark, over counted bytes, and a filled one over measured, where there are."""
     points: list[_Point] = []
-    profiled = {one.stage: one for one in profiles if one.problem == problem}
+    profiled = {profile.stage: profile for profile in profiles if profile.problem == problem}
     for row in shown.rows(problem):
         rate = select.rate(row)
         if rate is None or row.cubin is None:
@@ -1471,7 +1475,7 @@ def roofline(
     roofs = _roofs(shown, first, "copy" if level == "dram" else "l2_read", clock_mhz)
     if {roof.is_slope for roof in roofs if roof.measured} != {True, False}:
         raise NoDataError.of(f"a measured bandwidth and compute ceiling of {shown.gpu}", "flashlab bench --ceilings")
-    measured = [one for one in profiles or () if any(point.row.name == one.stage for point in points)]
+    measured = [profile for profile in profiles or () if any(point.row.name == profile.stage for point in points)]
     if profiles is not None and level == "dram" and not any(point.solid for point in points):
         raise NoDataError.of(f"a profile of a stage at {first.label} on {shown.gpu}", "flashlab profile")
     if not points:
@@ -1649,10 +1653,10 @@ def intervals(groups: Mapping[str, Sequence[Interval]], *, xlabel: str, ratio: b
 
     def each(axes: Axes, y: float, row: Interval | None, layout: Layout) -> None:
         if row:
-            _, one, look = row
+            _, estimate, look = row
             shape, colour = _LOOKS[look]
-            axes.plot([one.low, one.high], [y, y], color=colour, linewidth=1.6, zorder=2)
-            _mark(axes, one.value, y, shape, colour, markersize=5, zorder=3)
+            axes.plot([estimate.low, estimate.high], [y, y], color=colour, linewidth=1.6, zorder=2)
+            _mark(axes, estimate.value, y, shape, colour, markersize=5, zorder=3)
 
     same, log = (1.0, _ratio_ticks) if ratio else (0.0, False)
     return _row_chart(lines, each, xlabel=xlabel, reference=(same, {}), log=log, bold=list(groups), **what)
@@ -1666,11 +1670,11 @@ def changes(comparison: Comparison, shown: Sequence[Change]) -> Chart:
     """
     looks: Mapping[str, Look] = {"faster": "better", "slower": "worse"}
     groups: dict[str, list[Interval]] = {}
-    for one in shown:
-        ratio = Estimate(value=one.ratio, low=one.low, high=one.high)
-        row = (row_title(one.rows[0]), ratio, looks.get(one.verdict, "plain"))
-        groups.setdefault(one.problem.label, []).append(row)
-    records = [record for one in shown for record in one.rows]
+    for change in shown:
+        ratio = Estimate(value=change.ratio, low=change.low, high=change.high)
+        row = (row_title(change.rows[0]), ratio, looks.get(change.verdict, "plain"))
+        groups.setdefault(change.problem.label, []).append(row)
+    records = [record for change in shown for record in change.rows]
     before, after = comparison.sides
     percent = comparison.noise_percent
     noise = "" if percent is None else f", and noise between starts is {percent:.2f} %"
@@ -1679,7 +1683,9 @@ def changes(comparison: Comparison, shown: Sequence[Change]) -> Chart:
         xlabel=f"times as fast: {after} over {before}",
         ratio=True,
         name="compare",
-        alt="; ".join(f"{one.name} at {one.problem.label}: {number(one.ratio)}, {one.verdict}" for one in shown),
+        alt="; ".join(
+            f"{change.name} at {change.problem.label}: {number(change.ratio)}, {change.verdict}" for change in shown
+        ),
         caption=f"How many times as fast {after} is as {before}: ratio of medians with its 95 % interval{noise}.",
         **_of_rows(records),
     )

@@ -132,8 +132,8 @@ def scalar(figure: Figure, layout: Layout) -> Facts:
 
 def loads(figure: Figure, layout: Layout) -> Facts:
     """Who loads what of a tile of K in 00 and in 01."""
-    one = _constants("01_coalesced")
-    chunk, threads, rows = one["CHUNK"], one["THREADS"], 8
+    constants = _constants("01_coalesced")
+    chunk, threads, rows = constants["CHUNK"], constants["THREADS"], 8
     chunks = HEAD_DIM // chunk
     naive, tiled = _panels(figure, layout, 2)
     for axes, title in ((naive, "00: one element at a time"), (tiled, "01: 16 bytes a thread")):
@@ -149,27 +149,27 @@ def loads(figure: Figure, layout: Layout) -> Facts:
     steps = f"{threads} threads take {threads // chunks} keys at a time"
     _in(naive, HEAD_DIM / 2, rows * 4 + 2.4, "all 32 lanes of a warp read the blue element:\none multiply-add each")
     _in(tiled, HEAD_DIM / 2, rows * 4 + 2.4, f"blue: one warp's load, {32 * 16} bytes in a row;\n{steps}")
-    return one | {"chunks": chunks, "warp_bytes": 32 * 16}
+    return constants | {"chunks": chunks, "warp_bytes": 32 * 16}
 
 
 def tiles(figure: Figure, layout: Layout) -> Facts:
     """Which rows and keys a block works on, and where 05 keeps what."""
-    one, wide = _constants("05_wmma"), layout == "wide"
+    constants, wide = _constants("05_wmma"), layout == "wide"
     axes = _sheet(figure, (-0.4, 11.2), (-0.9, 7.6), equal=True)
     for tile in range(4):
         for y, name in ((0, "K"), (5.2, "V")):
             _box(axes, 3.2 + 2 * tile, y, 1.9, 1.5, STAGE if tile == 1 else FAINT, name if tile == 1 else "")
-    _box(axes, 0, 2.1, 2.4, 2.6, ACCENT, f"Q\n{one['TILE_Q']} rows")
+    _box(axes, 0, 2.1, 2.4, 2.6, ACCENT, f"Q\n{constants['TILE_Q']} rows")
     _box(axes, 5.2, 2.1, 1.9, 1.1, PEER, "scores S" if wide else "scores")
     _box(axes, 5.2, 3.6, 1.9, 1.1, PEER, "weights P" if wide else "weights")
     _in(axes, 6.15, 3.4, "softmax", color=MUTED, fontsize="small")
     _box(axes, 8.6, 2.1, 2.4, 2.6, ACCENT, "output O\nin registers" if wide else "output O\nregisters")
-    _in(axes, 7.0, -0.5, f"keys in tiles of {one['TILE_KV']}, one after another", color=MUTED)
+    _in(axes, 7.0, -0.5, f"keys in tiles of {constants['TILE_KV']}, one after another", color=MUTED)
     _in(axes, 7.0, 7.2, "values of the same keys", color=MUTED)
     for start, end in (((2.45, 3.0), (5.1, 2.65)), ((5.3, 1.5), (5.9, 2.05)), ((7.15, 4.15), (8.5, 3.6))):
         _arrow(axes, start, end)
     _arrow(axes, (6.7, 5.15), (8.5, 4.3))
-    return one
+    return constants
 
 
 def pairs(figure: Figure, layout: Layout) -> Facts:
@@ -195,10 +195,10 @@ def pairs(figure: Figure, layout: Layout) -> Facts:
 
 def sharing(figure: Figure, layout: Layout) -> Facts:
     """Who owns what of scores and output in 02 and in 03."""
-    one = _constants("03_warp_rows")
-    rows, keys, lanes, lane = one["ROWS_PER_WARP"], one["TILE_KV"], one["WARP"], 5
+    constants = _constants("03_warp_rows")
+    rows, keys, lanes, lane = constants["ROWS_PER_WARP"], constants["TILE_KV"], constants["WARP"], 5
     mine = [key for key in range(keys) if key % lanes == lane]
-    columns = [2 * lane + 2 * lanes * pair + half for pair in range(one["LANE_PAIRS"]) for half in (0, 1)]
+    columns = [2 * lane + 2 * lanes * pair + half for pair in range(constants["LANE_PAIRS"]) for half in (0, 1)]
     panels: Sequence[tuple[str, str, int, Callable[[int, int], bool]]] = (
         ("02: a thread has a row", "scores", keys, lambda row, column: row == lane),
         ("03: a lane has keys", "scores", keys, lambda row, column: column in mine),
@@ -213,12 +213,12 @@ def sharing(figure: Figure, layout: Layout) -> Facts:
                     _box(axes, column, row, 1, 0.86, STAGE, linewidth=0)
         _in(axes, width / 2, rows + 1.2, f"{what}: {rows} rows by {width}", color=MUTED)
     listed = {name: " and ".join(map(str, some)) for name, some in (("keys", mine), ("columns", columns))}
-    return one | listed | {"lane": lane, "owned": len(columns)}
+    return constants | listed | {"lane": lane, "owned": len(columns)}
 
 
 def trip(figure: Figure, layout: Layout) -> Facts:
     """The way of a score through shared memory in 04 and 05."""
-    sizes = {one.name: one.size for one in text.shared_memory(registry.get("05_wmma"), HEAD_DIM)}
+    sizes = {member.name: member.size for member in text.shared_memory(registry.get("05_wmma"), HEAD_DIM)}
     steps = ("QK GEMM", f"S: {sizes['S']:,} bytes", "softmax", f"P: {sizes['P']:,} bytes", "PV GEMM")
     axes = _sheet(figure, (-0.1, 10.6), (-0.5, 3.0))
     axes.text(0, -0.15, "registers", color=MUTED, va="bottom")
@@ -279,15 +279,15 @@ def pipeline(figure: Figure, layout: Layout) -> Facts:
     stages, count, copy, work = _constants("06_cp_async")["PIPELINE_STAGES"], 4, 1.6, 2.4
 
     def spans(ring: int) -> list[Span]:
-        found, free, copied, done = [], 0.0, 0.0, [0.0] * count
+        drawn, free, copied, done = [], 0.0, 0.0, [0.0] * count
         for tile in range(count):
             # A tile's buffer is free once the tile that it held before is used up.
             start = max(copied, done[tile - ring] if tile >= ring else 0.0)
             copied = start + copy
             begin = max(copied, free)
             free = done[tile] = begin + work
-            found += [Span(0, start, copied, f"tile {tile}", ACCENT), Span(1, begin, free, f"tile {tile}", STAGE)]
-        return found
+            drawn += [Span(0, start, copied, f"tile {tile}", ACCENT), Span(1, begin, free, f"tile {tile}", STAGE)]
+        return drawn
 
     timelines = {"05: one buffer": spans(1), f"06: a ring of {stages} buffers": spans(stages)}
     rows = ("copies from global memory", "tensor cores and softmax")
@@ -305,8 +305,8 @@ def lane_of(row: int, column: int, row_lanes: int) -> int:
 
 def fragment(figure: Figure, layout: Layout) -> Facts:
     """Which lane holds which score after mma.sync, and where the same registers stand in the next one."""
-    one = _constants("07_mma_registers")
-    rows, columns, lanes, chosen = one["MMA_M"], one["MMA_N"], one["ROW_LANES"], 5
+    constants = _constants("07_mma_registers")
+    rows, columns, lanes, chosen = constants["MMA_M"], constants["MMA_N"], constants["ROW_LANES"], 5
     first, second = _panels(figure, layout, 2)
     for axes, title, note in (
         (first, "S: two accumulators", "columns 0 to 7 and 8 to 15 of the scores"),
@@ -323,7 +323,7 @@ def fragment(figure: Figure, layout: Layout) -> Facts:
                 look = {"linewidth": 0.5, "color": colours[1], "fontsize": 6}
                 _box(axes, column + gap, row, 1, 1, colours[0], words, **look)
     own = chosen // lanes
-    return one | {"columns": 2 * columns, "chosen": chosen, "upper": own, "lower": own + 8}
+    return constants | {"columns": 2 * columns, "chosen": chosen, "upper": own, "lower": own + 8}
 
 
 def bank_of(row: int, chunk: int, *, row_bytes: int, swizzle: bool, rows: int, chunk_bytes: int) -> int:
@@ -340,13 +340,15 @@ def conflicts(**layout: Any) -> int:
 
 def swizzle_layouts() -> dict[str, dict[str, Any]]:
     """Shared memory of K without padding, with that of 07, and swizzled as in 08, as `bank_of` takes it."""
-    padded, one = _constants("07_mma_registers"), _constants("08_swizzle")
+    padded, swizzled = _constants("07_mma_registers"), _constants("08_swizzle")
     rows: dict[str, dict[str, Any]] = {
         "rows as they are": {"row_bytes": HEAD_DIM * 2, "swizzle": False},
         f"07: {padded['PADDING'] * 2} bytes of padding": {"row_bytes": padded["STRIDE"] * 2, "swizzle": False},
-        "08: swizzled": {"row_bytes": one["STRIDE"] * 2, "swizzle": bool(one["SWIZZLE"])},
+        "08: swizzled": {"row_bytes": swizzled["STRIDE"] * 2, "swizzle": bool(swizzled["SWIZZLE"])},
     }
-    return {title: what | {"rows": one["MATRIX"], "chunk_bytes": one["CHUNK"] * 2} for title, what in rows.items()}
+    return {
+        title: what | {"rows": swizzled["MATRIX"], "chunk_bytes": swizzled["CHUNK"] * 2} for title, what in rows.items()
+    }
 
 
 def swizzle(figure: Figure, layout: Layout) -> Facts:
@@ -375,8 +377,13 @@ def swizzle(figure: Figure, layout: Layout) -> Facts:
 
 def wgmma(figure: Figure, layout: Layout) -> Facts:
     """A warpgroup's tile in 09: rows of four warps, columns of one instruction."""
-    one = _constants("09_wgmma")
-    rows, keys, warps, step = one["WGMMA_ROWS"], one["TILE_KV"], one["WARPGROUP_WARPS"], one["WGMMA_STEP"]
+    constants = _constants("09_wgmma")
+    rows, keys, warps, step = (
+        constants["WGMMA_ROWS"],
+        constants["TILE_KV"],
+        constants["WARPGROUP_WARPS"],
+        constants["WGMMA_STEP"],
+    )
     axes = _sheet(figure, (-0.2, 13.4), (-1.2, 7.9), equal=True)
     _box(axes, 4.4, 0, 8.8, 1.7, STAGE, f"K, {keys} keys, shared memory")
     _box(axes, 0, 2.2, 3.8, 4.6, STAGE, f"Q, {rows} rows\nshared\nmemory")
@@ -385,7 +392,7 @@ def wgmma(figure: Figure, layout: Layout) -> Facts:
         _box(axes, 4.4, 2.2 + warp * 4.6 / warps, 8.8, 4.6 / warps, ACCENT, words)
     _in(axes, 8.8, 7.3, f"registers: {rows * keys // 128} scores per thread", color=MUTED)
     _in(axes, 6.6, -0.7, f"one QK GEMM: {HEAD_DIM // step} instructions m{rows}n{keys}k{step}", color=MUTED)
-    return one | {"steps": HEAD_DIM // step, "warp_rows": rows // warps}
+    return constants | {"steps": HEAD_DIM // step, "warp_rows": rows // warps}
 
 
 def timeline(
@@ -416,15 +423,15 @@ def timeline(
 
 def ring(figure: Figure, layout: Layout) -> Facts:
     """Producer, ring and consumers of 10, with the barriers between them."""
-    one = _constants("10_warp_specialized")
-    stages, consumers = one["PIPELINE_STAGES"], one["NUM_CONSUMERS"]
+    constants = _constants("10_warp_specialized")
+    stages, consumers = constants["PIPELINE_STAGES"], constants["NUM_CONSUMERS"]
     axes = _sheet(figure, (-0.1, 12.1), (-0.9, 5.4))
-    _box(axes, 0, 1.3, 3.0, 2.4, ACCENT, f"producer\n{one['PRODUCER_REGISTERS']} registers\na thread")
+    _box(axes, 0, 1.3, 3.0, 2.4, ACCENT, f"producer\n{constants['PRODUCER_REGISTERS']} registers\na thread")
     for stage in range(stages):
-        words = f"stage {stage}\n{one['TILE_KV']} keys"
+        words = f"stage {stage}\n{constants['TILE_KV']} keys"
         _box(axes, 4.7, stage * 4.8 / stages, 2.4, 4.8 / stages, STAGE, words)
     for consumer in range(consumers):
-        words = f"consumer {consumer}\n{one['CONSUMER_REGISTERS']} registers\na thread"
+        words = f"consumer {consumer}\n{constants['CONSUMER_REGISTERS']} registers\na thread"
         _box(axes, 8.9, consumer * 4.8 / consumers, 3.1, 4.8 / consumers, PEER, words)
     for x, words in ((3.0, "TMA"), (7.1, "full")):
         _arrow(axes, (x + 0.05, 2.0), (x + 1.65, 2.0))
@@ -432,32 +439,32 @@ def ring(figure: Figure, layout: Layout) -> Facts:
         _arrow(axes, (x + 1.65, 3.0), (x + 0.05, 3.0))
         _in(axes, x + 0.85, 3.4, "empty", fontsize="small")
     _in(axes, 5.9, -0.5, "ring of K and V in shared memory", color=MUTED)
-    return one
+    return constants
 
 
 def early(figure: Figure, layout: Layout) -> Facts:
     """One tile of a consumer in 13 and in 14."""
-    one = _constants("14_stale_max")
+    constants = _constants("14_stale_max")
     gemm, search, powers, rounding = 1.6, 1.9, 4.0, 1.2
 
     def tile(searched: float) -> list[Span]:
-        found = [Span(0, 0.0, gemm, "QK", STAGE), Span(0, gemm, 2 * gemm, "PV before", ACCENT)]
+        drawn = [Span(0, 0.0, gemm, "QK", STAGE), Span(0, gemm, 2 * gemm, "PV before", ACCENT)]
         at = gemm
         for length, words, colour in (
             (searched, "maximum", LOSS),
             (powers, "exponentials", PEER),
             (rounding, "round", FAINT),
         ):
-            found.append(Span(1, at, at + length, words, colour))
+            drawn.append(Span(1, at, at + length, words, colour))
             at += length
-        return found
+        return drawn
 
     timelines = {"13: the tile's own maximum": tile(search), "14: an old maximum": tile(0.0)}
     rows = ("tensor cores", "softmax of the same warpgroup")
     _before_and_after(figure, rows, timelines, end=gemm + search + powers + rounding + 0.1)
-    share = one["BEFORE_PV"] / one["NUM_SCORES"]
+    share = constants["BEFORE_PV"] / constants["NUM_SCORES"]
     figure.axes[-1].axvline(gemm + share * powers, 0.05, 0.5, color=INK, linewidth=1.2)
-    return one
+    return constants
 
 
 def joint(figure: Figure, layout: Layout) -> Facts:
@@ -473,9 +480,9 @@ def joint(figure: Figure, layout: Layout) -> Facts:
 
 def waves(figure: Figure, layout: Layout) -> Facts:
     """Causal work tiles on a few SMs: a block each in waves, and persistent blocks that take the longest first."""
-    one = _constants("12_persistent")
+    constants = _constants("12_persistent")
     problem = Problem.parse(FIRST_SHAPE, mask="causal")
-    rows, keys, sms, heads = one["TILE_Q"], one["TILE_KV"], 6, 3
+    rows, keys, sms, heads = constants["TILE_Q"], constants["TILE_KV"], 6, 3
     per_head = [-(-min((tile + 1) * rows, problem.q_len) // keys) for tile in range(-(-problem.q_len // rows))]
 
     def assigned(lengths: Sequence[int], start_up: float) -> tuple[list[tuple[int, float, float, int]], float]:
@@ -499,7 +506,13 @@ def waves(figure: Figure, layout: Layout) -> Facts:
             look = {"alpha": 0.35 + 0.65 * length / max(per_head), "fontsize": "small"}
             _box(axes, start, sm, stop - start, 0.86, STAGE, length if stop - start > 4 else "", **look)
         axes.axvline(end, color=LOSS, linewidth=1.4)
-    return one | {"sms": sms, "heads": heads, "tokens": problem.q_len, "first_end": first_end, "last_end": last_end}
+    return constants | {
+        "sms": sms,
+        "heads": heads,
+        "tokens": problem.q_len,
+        "first_end": first_end,
+        "last_end": last_end,
+    }
 
 
 # --- 12 to 17: shared memory, references, ones, masks -----------------------------------------------------------------
@@ -508,22 +521,22 @@ def waves(figure: Figure, layout: Layout) -> Facts:
 def smem(figure: Figure, layout: Layout) -> Facts:
     """Shared memory of 16's block in bytes."""
     stage, wide = registry.get("16_ones_column"), layout == "wide"
-    members = [one for one in text.shared_memory(stage, HEAD_DIM) if one.kind == "element"]
-    rest = sum(one.size for one in text.shared_memory(stage, HEAD_DIM) if one.kind != "element")
+    members = [member for member in text.shared_memory(stage, HEAD_DIM) if member.kind == "element"]
+    rest = sum(member.size for member in text.shared_memory(stage, HEAD_DIM) if member.kind != "element")
     limit = _constants(stage.id)["BLOCK_SMEM_BYTES"]
     colours = {"Q": ACCENT, "K": STAGE, "V": PEER, "ones": LOSS, "O": FAINT}
     axes = _sheet(figure, (0, limit * 1.02), (-0.9, 2.4))
-    for one in members:
-        part = one.size / one.count
-        for place in range(one.count):
-            words = f"{one.name}{place}" if part > limit / 20 else ""
-            _box(axes, one.offset + place * part, 0, part, 1, colours[one.name], words)
-        if one.size > limit / 20 or wide:
-            y, gap, va = (-0.45, " ", "center") if one.name == "ones" else (1.3, "\n", "top")
-            axes.text(one.offset, y, f"{one.name}{gap}{one.size:,}", color=MUTED, fontsize="small", va=va)
+    for member in members:
+        part = member.size / member.count
+        for place in range(member.count):
+            words = f"{member.name}{place}" if part > limit / 20 else ""
+            _box(axes, member.offset + place * part, 0, part, 1, colours[member.name], words)
+        if member.size > limit / 20 or wide:
+            y, gap, va = (-0.45, " ", "center") if member.name == "ones" else (1.3, "\n", "top")
+            axes.text(member.offset, y, f"{member.name}{gap}{member.size:,}", color=MUTED, fontsize="small", va=va)
     end = members[-1].offset + members[-1].size
     _box(axes, end, 0, limit - end, 1, GRID, "free" if wide else "", color=MUTED)
-    listed = ", ".join(f"{one.name} {one.size:,} bytes at {one.offset:,}" for one in members)
+    listed = ", ".join(f"{member.name} {member.size:,} bytes at {member.offset:,}" for member in members)
     return {"listed": listed, "rest": rest, "limit": limit, "total": end + rest}
 
 
@@ -544,9 +557,9 @@ def barriers() -> str:
     stage = registry.get("16_ones_column")
     counts = text.arrivals(stage, HEAD_DIM)
     lines = [
-        (code(one.name), *_WAITING[one.name], counts[one.name], one.count)
-        for one in text.shared_memory(stage, HEAD_DIM)
-        if one.kind == "ptx::Mbarrier"
+        (code(member.name), *_WAITING[member.name], counts[member.name], member.count)
+        for member in text.shared_memory(stage, HEAD_DIM)
+        if member.kind == "ptx::Mbarrier"
     ]
     return markdown(("mbarrier", "who arrives", "who waits", "arrivals a phase", "how many"), lines, left=3)
 
@@ -588,8 +601,8 @@ def reference(figure: Figure, layout: Layout) -> Facts:
 
 def ones(figure: Figure, layout: Layout) -> Facts:
     """V with its column of ones in 16."""
-    one = _constants("16_ones_column")
-    keys, columns = one["TILE_KV"], HEAD_DIM
+    constants = _constants("16_ones_column")
+    keys, columns = constants["TILE_KV"], HEAD_DIM
     axes = _sheet(figure, (-0.2, 13.2), (-0.7, 5.2), equal=True)
     _box(axes, 0, 1.2, 3.2, 2.4, PEER, f"P\n64 × {keys}")
     _in(axes, 3.6, 2.4, "·", fontsize="large")
@@ -598,18 +611,18 @@ def ones(figure: Figure, layout: Layout) -> Facts:
     _in(axes, 8.3, 2.4, "=", fontsize="large")
     _box(axes, 8.8, 1.2, 3.2, 2.4, ACCENT, f"O\n64 × {columns}")
     _box(axes, 12.05, 1.2, 0.55, 2.4, LOSS, "Σ")
-    _in(axes, 7.53, 4.75, f"{one['ONES']} columns of ones", color=MUTED)
+    _in(axes, 7.53, 4.75, f"{constants['ONES']} columns of ones", color=MUTED)
     _in(axes, 12.0, 4.0, "sums of P", color=MUTED)
-    return one
+    return constants
 
 
 def spans(figure: Figure, layout: Layout) -> Facts:
     """The tile on the diagonal, as a consumer's four warps of 17 have it: of which columns they compare any."""
-    one = _constants("17_around_the_loop")
-    keys, span, rows = one["TILE_KV"], 32, one["WARP_ROWS"]
-    first = keys - one["WGMMA_ROWS"]  # the key that the first row sees last
-    axes = _sheet(figure, (-12, keys + 1), (-6, one["WGMMA_ROWS"] + 1))
-    for warp in range(one["WGMMA_ROWS"] // rows):
+    constants = _constants("17_around_the_loop")
+    keys, span, rows = constants["TILE_KV"], 32, constants["WARP_ROWS"]
+    first = keys - constants["WGMMA_ROWS"]  # the key that the first row sees last
+    axes = _sheet(figure, (-12, keys + 1), (-6, constants["WGMMA_ROWS"] + 1))
+    for warp in range(constants["WGMMA_ROWS"] // rows):
         whole, seen = first + warp * rows + 1, first + (warp + 1) * rows
         _in(axes, -7, (warp + 0.5) * rows, f"warp {warp}", color=MUTED, fontsize="small")
         for left in range(0, keys, span):
@@ -618,10 +631,10 @@ def spans(figure: Figure, layout: Layout) -> Facts:
             )
             words = look[1] if layout == "wide" or look[0] == LOSS else ""
             _box(axes, left, warp * rows, span, rows, look[0], words, fontsize="small")
-    axes.plot([first, keys], [0, one["WGMMA_ROWS"]], color=INK, linewidth=1.6)
+    axes.plot([first, keys], [0, constants["WGMMA_ROWS"]], color=INK, linewidth=1.6)
     for left in range(0, keys, span):
         _in(axes, left + span / 2, -3, f"keys {left} to {left + span - 1}", color=MUTED, fontsize="small")
-    return one | {"span": span}
+    return constants | {"span": span}
 
 
 _WORDS: Mapping[str, Mapping[str, Any]] = table(__file__)

@@ -239,7 +239,7 @@ class Lab:
 
         Where something is on record, with the run that made it.
         """
-        lines = [one for one in select.emulated_checks(self.gpu, self.data) if one.stage in self.stages]
+        lines = [check for check in select.emulated_checks(self.gpu, self.data) if check.stage in self.stages]
         if not lines:
             return ""
         header = lines[0].header
@@ -299,7 +299,7 @@ class Lab:
         """Nsight Compute's newest profile of each chosen stage at the sources' shape; may be empty."""
         first = Problem.parse(FIRST_SHAPE)
         profiles = select.profiles(self.gpu, self.data)
-        return tuple(one for one in profiles if one.stage in self.stages and one.problem == first)
+        return tuple(profile for profile in profiles if profile.stage in self.stages and profile.problem == first)
 
     def show(self, draw: Draw, what: Any, **options: Any) -> None:
         """Show `draw(what, **options)`, or say that there is nothing to draw.

@@ -196,8 +196,8 @@ def generate(
     with ProcessPoolExecutor(min(2, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         jobs = [pool.submit(_downloads, out, data, gpu), pool.submit(_apart, data, shown.gpu, journey.write, out)]
         jobs += [pool.submit(_apart, data, shown.gpu, _stage_page, out, stage) for stage in registry.STAGES.values()]
-        jobs += [pool.submit(_apart, data, one.gpu, _results_page, out) for one in everything]
-        others = [(one.gpu, one.name) for one in everything[1:]]
+        jobs += [pool.submit(_apart, data, results.gpu, _results_page, out) for results in everything]
+        others = [(results.gpu, results.name) for results in everything[1:]]
         jobs += [
             pool.submit(_apart, data, shown.gpu, _off_ladder, out, stage, others)
             for stage in registry.OFF_LADDER.values()
@@ -227,7 +227,7 @@ def generate(
 
 def _everything(data: Path, gpu: str) -> tuple[Results, ...]:
     """All that is on record, that of `gpu` first; the others keep their order."""
-    return tuple(sorted(select.load_all(data), key=lambda one: one.gpu != gpu))
+    return tuple(sorted(select.load_all(data), key=lambda results: results.gpu != gpu))
 
 
 def _apart(data: Path, gpu: str, write: Callable[..., None], *args: Any) -> None:
@@ -240,7 +240,7 @@ _read = lru_cache(maxsize=2)(select.load)
 
 def _of_retired(shown: Results) -> dict[Problem, tuple[Measurement, ...]]:
     """A rung that was retired was measured with the ladder, at every problem."""
-    return {one: shown.problems[one] for one in suite("first") if one in shown.problems}
+    return {problem: shown.problems[problem] for problem in suite("first") if problem in shown.problems}
 
 
 def _off_ladder(out: Output, stage: Stage, others: Sequence[tuple[str, str]], shown: Results, data: Path) -> None:
@@ -257,14 +257,15 @@ def _off_ladder(out: Output, stage: Stage, others: Sequence[tuple[str, str]], sh
 def _gpus(main: Results, everything: Sequence[Results]) -> list[dict[str, Any]]:
     """The GPUs for the navigation and for the line that says which one a page shows."""
     return [
-        {"slug": one.gpu, "name": one.name, "partial": bool(one.lacking), "main": one is main} for one in everything
+        {"slug": results.gpu, "name": results.name, "partial": bool(results.lacking), "main": results is main}
+        for results in everything
     ]
 
 
 def _registered(what: str) -> Iterable[Any]:
     """What experiments register under a name, found without importing any of them here."""
-    found: Iterable[Any] = importlib.import_module("flashlab.experiments").registered(what)
-    return found
+    registered: Iterable[Any] = importlib.import_module("flashlab.experiments").registered(what)
+    return registered
 
 
 def _elsewhere(shown: Results, what: str) -> str:
@@ -352,7 +353,7 @@ def _front_page(out: Output, shown: Results, data: Path) -> None:
         out.snippet("losses.md", NOTHING_YET)
         return
     contested = contests.against_peers(shown.gpu, data, tuple(KINDS))
-    bursts = {one.problem: one.burst for one in contested if one.burst}
+    bursts = {held.problem: held.burst for held in contested if held.burst}
     try:
         shares = {row.name: peak for row in rows if (peak := contests.percent_of_peak(row))}
         chart = out.chart(charts.climb(rows, shares=shares, records=shown.records), "index.md")
@@ -369,7 +370,7 @@ def _front_page(out: Output, shown: Results, data: Path) -> None:
     out.snippet("front-numbers.md", f'<dl class="numbers">{items}</dl>\n\n{where}\n')
     said: dict[str, Any] = {"row": stage, "share": share, "contest": contest, "default": default}
     said["default_timed"] = any(row.name == default and select.rate(row) for row in rows)
-    said["lost"] = sum(one.ratio < 1 for one in bursts.values())
+    said["lost"] = sum(burst.ratio < 1 for burst in bursts.values())
     finding = out.rendered("front.md", "index.md", shown=shown, compared=len(bursts), **said)
     out.snippet("front-finding.md", finding)
     out.snippet("losses.md", _losses(bursts))
@@ -464,10 +465,10 @@ def _front_cards(
     if faster is not None and faster is not peer:
         # The library to pass lacks this type: what counts first is the ratio in the type that it has.
         other = dataclasses.replace(stage.problem, dtype=faster.problem.dtype)
-        if there := bursts.get(other):
+        if burst := bursts.get(other):
             named = _timed_there(shown.problems.get(other, ()))
-            where = f"of the fastest library in {other.dtype}, {tables.peer_title(there.peer.name)} ({named})"
-            cards.append((percent(100 * there.ratio), where))
+            where = f"of the fastest library in {other.dtype}, {tables.peer_title(burst.peer.name)} ({named})"
+            cards.append((percent(100 * burst.ratio), where))
         said += f"; {tables.peer_title(faster.name)}: {tables.lacks(faster.name, peer.problem.dtype)}"
     ratio = contest.ratio if contest else select.speedup(stage, peer)
     return [*cards, (percent(100 * (ratio or 1.0)), said)]
@@ -489,42 +490,49 @@ def _inputs_and_errors(out: Output, shown: Results, data: Path) -> None:
 
 
 def _against_inputs(shown: Results, data: Path) -> str:
-    found, shapes = contests.against_peers(shown.gpu, data, tuple(KINDS)), {problem.shape for problem in contests.MAIN}
-    parts = [tables.against_inputs(found)]
+    against_peers, shapes = (
+        contests.against_peers(shown.gpu, data, tuple(KINDS)),
+        {problem.shape for problem in contests.MAIN},
+    )
+    parts = [tables.against_inputs(against_peers)]
     with contextlib.suppress(NoDataError):
-        parts.append(f'??? abstract "Under sustained load"\n\n{indent(tables.against_inputs(found, "sustained"))}')
-    runs = [run for one in found if one.problem.shape in shapes for run in one.runs]
+        parts.append(
+            f'??? abstract "Under sustained load"\n\n{indent(tables.against_inputs(against_peers, "sustained"))}'
+        )
+    runs = [run for held in against_peers if held.problem.shape in shapes for run in held.runs]
     return "\n".join([*parts, _from_runs(shown, runs)])
 
 
 def _against_features(shown: Results, _: Path) -> str:
-    found = contests.featured(shown)
-    if not found:
+    featured = contests.featured(shown)
+    if not featured:
         raise NoDataError(
             "No times with a window or a soft cap are on record for this GPU yet: `flashlab bench --suite windows` "
             "makes them."
         )
-    return f"{tables.table(tables.FEATURED, found)}\n{_from_runs(shown, (one.stage.run for one in found))}"
+    return f"{tables.table(tables.FEATURED, featured)}\n{_from_runs(shown, (row.stage.run for row in featured))}"
 
 
 def _accuracy(shown: Results, data: Path) -> str:
     errors = contests.accuracy(shown.gpu, data)
     text = f"{tables.accuracy(errors)}\n{_not_checked(shown, errors, data)}"
-    return f"{text}{_from_runs(shown, (one.run for one in errors))}"
+    return f"{text}{_from_runs(shown, (checked.run for checked in errors))}"
 
 
 def _not_checked(shown: Results, errors: Sequence[contests.Accuracy], data: Path) -> str:
     """Of the last rung, where this GPU did not check it: another one's errors over those of its parent here."""
     last = list(registry.STAGES.values())[-1]
-    parent, here = last.parent or "", {one.problem: one.errors for one in errors}
+    parent, here = last.parent or "", {checked.problem: checked.errors for checked in errors}
     if any(last.id in of for of in here.values()):
         return ""
     for gpu in store.gpus(data):
         pairs = [
             pair
-            for one in contests.accuracy(gpu, data)
-            if one.problem.inputs != TRAINED and last.id in one.errors and parent in here.get(one.problem, {})
-            for pair in zip(one.errors[last.id], here[one.problem][parent], strict=True)
+            for checked in contests.accuracy(gpu, data)
+            if checked.problem.inputs != TRAINED
+            and last.id in checked.errors
+            and parent in here.get(checked.problem, {})
+            for pair in zip(checked.errors[last.id], here[checked.problem][parent], strict=True)
         ]
         ratios = [1.0 if ours == its else ours / its for ours, its in pairs if its or ours == its]
         if ratios:
@@ -550,7 +558,7 @@ def diff_against_parent(stage: Stage) -> str:
     if stage.parent is None or registry.get(stage.parent).language != stage.language:
         return ""
     parent = registry.get(stage.parent)
-    before, after = (one.source.read_text(encoding="utf-8").splitlines() for one in (parent, stage))
+    before, after = (version.source.read_text(encoding="utf-8").splitlines() for version in (parent, stage))
     return "\n".join(difflib.unified_diff(before, after, parent.source.name, stage.source.name, lineterm="", n=3))
 
 
@@ -566,8 +574,11 @@ def _needs(stage: Stage, parent: tuple[str, str | None]) -> str:
         ("Architectures", stage.needs),
         ("Element types", ", ".join(stage.dtypes)),
         ("Head dims", ", ".join(map(str, stage.head_dims))),
-        *((code(name), f"{one.meaning}; {defaults(one)}") for name, one in stage.params.items()),
-        *((code(name), f"for ablations: {one.meaning}; {defaults(one)}") for name, one in stage.ablations.items()),
+        *((code(name), f"{tunable.meaning}; {defaults(tunable)}") for name, tunable in stage.params.items()),
+        *(
+            (code(name), f"for ablations: {tunable.meaning}; {defaults(tunable)}")
+            for name, tunable in stage.ablations.items()
+        ),
     ]
     return markdown(("", ""), facts, left=2)
 
@@ -606,7 +617,7 @@ EVERY_PROBLEM = (
 def _measured(out: Output, stage: Stage, shown: Results, data: Path) -> dict[str, Any]:
     """What a stage's page has of its measurements; without a `line` where it has no time at the first problem."""
     rows = shown.rows()
-    row = next((one for one in rows if one.name == stage.id), None)
+    row = next((row for row in rows if row.name == stage.id), None)
     if shown.first is None or row is None or row.status != "ok":
         return {"row": row, "line": None}
     of = {dtype: shown.libraries(dtype) for dtype in DTYPES}
@@ -624,8 +635,8 @@ def _measured(out: Output, stage: Stage, shown: Results, data: Path) -> dict[str
         for mine in of_problem
         if mine.name == stage.id
     ]
-    profiled = [one for one in select.profiles(shown.gpu, data) if one.stage in (stage.id, stage.parent)]
-    cubins = {one.name: one.cubin for one in (row, parent) if one and one.cubin}
+    profiled = [profile for profile in select.profiles(shown.gpu, data) if profile.stage in (stage.id, stage.parent)]
+    cubins = {timed.name: timed.cubin for timed in (row, parent) if timed and timed.cubin}
     for item in items:
         # The same source in another element type is other machine code.
         problem, cubin = item["problem"], item["row"].cubin
@@ -634,9 +645,9 @@ def _measured(out: Output, stage: Stage, shown: Results, data: Path) -> dict[str
     return {
         **{"row": row, "parent": parent, "peer": peer, "line": tables.line(row, rows, libraries=of[shown.first.dtype])},
         **{"every_problem": EVERY_PROBLEM, "problems": items, "sets": _sets(of), "cubins": cubins},
-        "costs": tables.costs([one for one in (row, parent, peer) if one and one.samples]),
+        "costs": tables.costs([timed for timed in (row, parent, peer) if timed and timed.samples]),
         "profiles": _profiles(out, profiled, f"stages/{stage.id}.md"),
-        "traced": [one for one in profiled if one.stage == stage.id and one.lines][:1],
+        "traced": [profile for profile in profiled if profile.stage == stage.id and profile.lines][:1],
         "mixes": {name: cubin.sass for name, cubin in cubins.items()},
     }
 
@@ -646,9 +657,9 @@ def _sets(of: Mapping[Any, Iterable[str]]) -> str:
     return " ".join(f"In {dtype} it is the fastest of {tables.set_of(names)}." for dtype, names in of.items() if names)
 
 
-def _profiles(out: Output, found: Sequence[schema.StageProfile], page: str) -> str:
+def _profiles(out: Output, profiles: Sequence[schema.StageProfile], page: str) -> str:
     """What the SM's units did, a table a problem, with where it comes from; empty where no profile is on record."""
-    groups = list(grouped(found, lambda one: one.problem).values())
+    groups = list(grouped(profiles, lambda profile: profile.problem).values())
     return out.rendered("profiles.md", page, groups=groups)
 
 
@@ -719,10 +730,10 @@ def steps_table(everything: Sequence[Results], data: Path) -> str:
     Of the first GPU, of `everything` on record, that has such steps; of each batch the run that timed most libraries
     in them, and of several the newest.
     """
-    for one in everything:
+    for results in everything:
         stepped = [
             row
-            for row in store.measurements(one.gpu, data)
+            for row in store.measurements(results.gpu, data)
             if dataclasses.replace(row.problem, batch=STEPS.batch) == STEPS and row.samples_of("burst", "step")
         ]
         if stepped:
@@ -772,10 +783,15 @@ def off_ladder_page(
     arch, refused = "sm_90a", ""
     try:
         for name in filter(None, (stage.parent, stage.id, *stage.variant_names)):
-            one, variant = registry.parse(name)
+            compiled, variant = registry.parse(name)
             cubin = compiler.compile_stage(
                 compiler.Job(
-                    stage=one, head_dim=one.head_dims[0], dtype="float16", causal=False, arch=arch, overrides=variant
+                    stage=compiled,
+                    head_dim=compiled.head_dims[0],
+                    dtype="float16",
+                    causal=False,
+                    arch=arch,
+                    overrides=variant,
                 )
             )
             kernels[name] = sass.without_padding(sass.disassemble(cubin.code, cubin.entry))
@@ -908,18 +924,18 @@ def _compared(out: Output, everything: Sequence[Results], data: Path) -> str:
     if len(everything) < 2:
         have = f"One GPU has records: {everything[0].name}." if everything else NOTHING_YET
         return f"*{have} A second folder under `data/` fills this page.*"
-    main, found = everything[0], contests.across_gpus(everything)
+    main, shared = everything[0], contests.across_gpus(everything)
 
     def kinds(shown: Results) -> set[str]:
         return {path.name for path in (data / shown.gpu).glob("*/")}
 
-    ladder = [one for one in found if one.problem == found[0].problem]
+    ladder = [across for across in shared if across.problem == shared[0].problem]
     return out.rendered(
         "compare.md",
         "compare.md",
-        **{"everything": everything, "ladder": ladder, "chosen": contests.fastest_across(found, main)},
-        orders=[(one, *contests.order_across(found, one.gpu, main.gpu)) for one in everything[1:]],
-        without=[(one, sorted(kinds(main) - kinds(one))) for one in everything[1:]],
+        **{"everything": everything, "ladder": ladder, "chosen": contests.fastest_across(shared, main)},
+        orders=[(other, *contests.order_across(shared, other.gpu, main.gpu)) for other in everything[1:]],
+        without=[(other, sorted(kinds(main) - kinds(other))) for other in everything[1:]],
     )
 
 
@@ -936,11 +952,11 @@ def check_records(out: Output, everything: Sequence[Results], data: Path) -> Non
             for path, lines in select.checks(shown.gpu, data, kind, inputs).items():
                 file = published(path.relative_to(data).as_posix())
                 said.append(f"- {what}{tables.check_record(lines)} [Data]({file})")
-        found = store.sanitized(shown.gpu, data)
-        if found:
-            runs = sorted({record.run for record in found}, reverse=True)
+        findings = store.sanitized(shown.gpu, data)
+        if findings:
+            runs = sorted({record.run for record in findings}, reverse=True)
             files = " ".join(f"[{run}]({published(f'{shown.gpu}/sanitizer/{run}.jsonl')})" for run in runs)
-            sanitized.append(f"{tables.sanitized(found)}\nData: {files}")
+            sanitized.append(f"{tables.sanitized(findings)}\nData: {files}")
     out.snippet("checks.md", "\n".join(said) if said else NO_CHECKS)
     out.snippet("sanitizer.md", "\n\n".join(sanitized) if sanitized else NO_SANITIZER)
 
@@ -963,7 +979,7 @@ def _downloads(out: Output, data: Path, gpu: str) -> None:
         rows = sorted(store.records(shown.gpu, Measurement, data), key=lambda row: (row.run, row.with_lse))
         _write_csv(folder / "measurements.csv.xz", tables.MEASUREMENT_COLUMNS, tables.measurement_lines(rows))
         _write_csv(folder / "samples.csv.xz", tables.SAMPLE_COLUMNS, tables.sample_lines(rows))
-        for path in sorted(one for one in folder.rglob("*") if one.is_file()):
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             name = path.relative_to(out.root / "data").as_posix()
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             listed.append((f"[{name}](generated/data/{name})", f"{path.stat().st_size:,}", f"`{digest[:12]}…`"))
@@ -971,13 +987,13 @@ def _downloads(out: Output, data: Path, gpu: str) -> None:
     out.snippet("downloads.md", files if listed else NOTHING_YET)
     lacking = "\n".join(f"`{shown.gpu}`\n\n{coverage.table(shown.gpu, data)}" for shown in everything)
     out.snippet("coverage.md", lacking or NOTHING_YET)
-    back = [
-        f"- `{of.gpu}`, {', '.join(map(code, one.inputs))}{f' at D{one.head_dim}' if one.head_dim else ''}"
-        f"{f' {one.mask}' if one.mask else ''} in {', '.join(map(code, one.runs))}. {one.reason}"
+    withdrawn = [
+        f"- `{of.gpu}`, {', '.join(map(code, back.inputs))}{f' at D{back.head_dim}' if back.head_dim else ''}"
+        f"{f' {back.mask}' if back.mask else ''} in {', '.join(map(code, back.runs))}. {back.reason}"
         for of in everything
-        for one in store.withdrawn(of.gpu, data)
+        for back in store.withdrawn(of.gpu, data)
     ]
-    out.snippet("withdrawn.md", "\n".join(back) or "There are none.")
+    out.snippet("withdrawn.md", "\n".join(withdrawn) or "There are none.")
     for name, columns in (("measurements", tables.MEASUREMENT_COLUMNS), ("samples", tables.SAMPLE_COLUMNS)):
         lines = [(code(column), meaning) for column, meaning in columns.items()]
         out.snippet(f"dictionary-{name}.md", markdown(("column", "meaning"), lines, left=2))
@@ -1016,6 +1032,6 @@ def _write_csv(path: Path, columns: Mapping[str, str], lines: Sequence[Mapping[s
 
 _TEMPLATES.globals |= {
     **{"charts": charts, "journey": journey, "machine_code": machine_code, "select": select, "tables": tables},
-    **{one.__name__: one for one in (code, data_links, indent, number, percent, stage_link, table, times, up)},
+    **{helper.__name__: helper for helper in (code, data_links, indent, number, percent, stage_link, table, times, up)},
     "NOTHING_YET": NOTHING_YET,
 }

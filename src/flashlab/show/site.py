@@ -84,7 +84,7 @@ def build_site(out: Path = BUILD, *, config: Path = ROOT / "mkdocs.yml") -> Path
         ],
         "dead_ends/index.md": [{stage_id: f"dead_ends/{stage_id}.md"} for stage_id in registry.DEAD_ENDS],
         "results.md": [
-            {f"{one['name']}{', partial' * one['partial']}": f"generated/results/{one['slug']}.md"} for one in gpus
+            {f"{gpu['name']}{', partial' * gpu['partial']}": f"generated/results/{gpu['slug']}.md"} for gpu in gpus
         ],
     }
     configuration["nav"] = _expanded(configuration["nav"], after)

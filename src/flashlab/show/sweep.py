@@ -268,7 +268,10 @@ def cell(notebook: Path, gpu: str, parameters: Mapping[str, str], *, minutes: fl
     chosen = [registry.resolve(name) for name in parameters.get("stages", "").split(",") if name]
     files = {notebook.name: notebook, "package": None}
     if parameters.get("source") == "measure":
-        for stage in [registry.get(one) for one in chosen] or [*registry.STAGES.values(), *registry.DEAD_ENDS.values()]:
+        for stage in [registry.get(name) for name in chosen] or [
+            *registry.STAGES.values(),
+            *registry.DEAD_ENDS.values(),
+        ]:
             files |= {sources.shown(path): path for path in _read_by(stage.source)}
     return Cell(
         notebook=notebook,
@@ -442,11 +445,11 @@ def planned(cells: Sequence[Cell], folders: Path, data: Path = DATA, *, flat: bo
     `prices`, None where nothing says. Arguments as `run` takes them.
     """
     price, rows = prices(cells, data), []
-    for one in cells:
-        now = state(one, folders if flat else folders / one.id, data)
-        minutes = (now.seconds or 0.0 if now.state == "done" else now.left_s(one)) / 60
-        cost = price[one.gpu] * minutes / 60 if one.measures and one.gpu in price else None
-        row: dict[str, Any] = {"notebook": one.notebook.stem, "gpu": one.gpu, "parameters": one.parameters}
+    for cell in cells:
+        now = state(cell, folders if flat else folders / cell.id, data)
+        minutes = (now.seconds or 0.0 if now.state == "done" else now.left_s(cell)) / 60
+        cost = price[cell.gpu] * minutes / 60 if cell.measures and cell.gpu in price else None
+        row: dict[str, Any] = {"notebook": cell.notebook.stem, "gpu": cell.gpu, "parameters": cell.parameters}
         row |= {"state": now.state, "why": now.why, "minutes": round(minutes, 2)}
         rows.append(row | {"cost": None if cost is None else round(cost, 2)})
     return rows
@@ -456,8 +459,8 @@ def prices(cells: Iterable[Cell], data: Path = DATA) -> dict[str, float]:
     """Dollars for an hour of each GPU: `FLASHLAB_USD_PER_GPU_HOUR`, else what its newest record says; may be empty."""
     now = (provenance.start() or {}).get("usd_per_gpu_hour")
     usd_per_hour = {}
-    for gpu in {one.gpu for one in cells if one.measures}:
-        said = [one.start.usd_per_gpu_hour for one in store.measurements(gpu, data) if one.start]
+    for gpu in {cell.gpu for cell in cells if cell.measures}:
+        said = [record.start.usd_per_gpu_hour for record in store.measurements(gpu, data) if record.start]
         if price := now or next(filter(None, reversed(said)), None):
             usd_per_hour[gpu] = float(price)
     return usd_per_hour
@@ -473,7 +476,7 @@ def gpus_here() -> dict[str, int]:
 
 def place(cells: Iterable[Cell], available: Mapping[str, int]) -> None:
     """Raises `NoGpuError` where a cell wants a GPU that nobody has; the message says what is there."""
-    wanted = {one.gpu for one in cells if one.measures}
+    wanted = {cell.gpu for cell in cells if cell.measures}
     if missing := sorted(name or "any GPU" for name in wanted if not available.get(name)):
         has = ", ".join(f"{count} {name}" for name, count in available.items() if count) or "no GPU"
         raise NoGpuError(
@@ -513,33 +516,33 @@ def run(
     """
     available = (ray_gpus(ray) if ray else gpus_here()) if available is None else available
     place(cells, available)
-    for gpu in {one.gpu for one in cells if one.measures}:
+    for gpu in {cell.gpu for cell in cells if cell.measures}:
         upload.sync(gpu, data)  # fetches what was measured before, and shows that records can be sent
-    where = {one.id: folders if flat else folders / one.id for one in cells}
+    where = {cell.id: folders if flat else folders / cell.id for cell in cells}
     ended: dict[str, State] = {}
     _stopped.clear()
-    for group in ([one for one in cells if one.measures], [one for one in cells if not one.measures]):
+    for group in ([cell for cell in cells if cell.measures], [cell for cell in cells if not cell.measures]):
         measures = bool(group) and group[0].measures
         on_ray = ray if measures else None
         slots = sum(available.values()) if on_ray else 1 if measures else _REPLAYS_AT_ONCE
         if on_ray:  # The longest first, so that the last GPU is not left alone with it.
-            group.sort(key=lambda one: -state(one, where[one.id], data).left_s(one))
+            group.sort(key=lambda cell: -state(cell, where[cell.id], data).left_s(cell))
         jobs: futures.Executor = _OnRay(ray) if on_ray else futures.ThreadPoolExecutor(slots)
         options: dict[str, Any] = {"timeout_s": timeout_s, "fresh": fresh}
-        pending = {jobs.submit(run_cell, one, where[one.id], data, **options): one for one in group}
-        needed_s = {one.id: state(one, where[one.id], data).left_s(one) for one in group}
+        pending = {jobs.submit(run_cell, cell, where[cell.id], data, **options): cell for cell in group}
+        needed_s = {cell.id: state(cell, where[cell.id], data).left_s(cell) for cell in group}
         try:
             while pending:
                 for job in futures.wait(pending, timeout=_POLL_S, return_when=futures.FIRST_COMPLETED).done:
-                    one = pending.pop(job)
-                    ended[one.id] = _how_it_ended(job, one, where[one.id], data)
-                    say(f"{one.label}: {_said(ended[one.id])}")
+                    cell = pending.pop(job)
+                    ended[cell.id] = _how_it_ended(job, cell, where[cell.id], data)
+                    say(f"{cell.label}: {_said(ended[cell.id])}")
                 available = ray_gpus(ray) if on_ray else available
-                for job in [job for job, one in pending.items() if one.measures and not available.get(one.gpu)]:
-                    one = pending.pop(job)
-                    ended[one.id] = State(state="failed", why=f"there is no {one.gpu} any more")
-                progress = {one.id: ("", None) if flat else _progress(where[one.id]) for one in pending.values()}
-                texts = [f"{one.label}: {progress[one.id][0]}" for one in pending.values() if progress[one.id][0]]
+                for job in [job for job, cell in pending.items() if cell.measures and not available.get(cell.gpu)]:
+                    cell = pending.pop(job)
+                    ended[cell.id] = State(state="failed", why=f"there is no {cell.gpu} any more")
+                progress = {cell.id: ("", None) if flat else _progress(where[cell.id]) for cell in pending.values()}
+                texts = [f"{cell.label}: {progress[cell.id][0]}" for cell in pending.values() if progress[cell.id][0]]
                 left_s = [needed_s[name] if left is None else left for name, (_, left) in progress.items()]
                 minutes = max([sum(left_s) / slots, *left_s], default=0.0) / 60
                 live(" · ".join([f"{len(ended)} of {len(cells)} cells", f"about {minutes:.0f} min left", *texts]))

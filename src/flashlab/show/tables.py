@@ -120,7 +120,7 @@ def prose(text: str) -> str:
     spans = " ".join(text.split()).split("`")
     if len(spans) % 2 == 0:  # a tick that opens a span and none that closes it
         return _inert("`".join(spans))
-    return "".join(source(one) if i % 2 and one else _inert(one) for i, one in enumerate(spans))
+    return "".join(source(span) if i % 2 and span else _inert(span) for i, span in enumerate(spans))
 
 
 def _inert(text: str) -> str:
@@ -458,24 +458,24 @@ def _without(names: Sequence[str]) -> str:
     return f", without {_titles(names)}" if names else ""
 
 
-def _sustained(one: contests.AgainstPeers) -> str | None:
-    ratio = _with_worst(one.sustained)
-    return ratio and f"{ratio}{_without(one.sustained_not_timed)}"
+def _sustained(held: contests.AgainstPeers) -> str | None:
+    ratio = _with_worst(held.sustained)
+    return ratio and f"{ratio}{_without(held.sustained_not_timed)}"
 
 
 def _side(which: str) -> tuple[Column, Column]:
     """The columns of one side of a contest in bursts: name and rate, and percent of the tensor cores' peak."""
 
-    def said(one: contests.AgainstPeers) -> str | None:
-        if one.burst is None:
-            return one.reason if which == "stage" else None
-        row = getattr(one.burst, which)
+    def said(held: contests.AgainstPeers) -> str | None:
+        if held.burst is None:
+            return held.reason if which == "stage" else None
+        row = getattr(held.burst, which)
         if which == "stage":
             return f"{code(row.name)} {number(select.rate(row))}"
-        return f"{short_title(row.name)} {number(select.rate(row))}{_without(one.not_timed)}"
+        return f"{short_title(row.name)} {number(select.rate(row))}{_without(held.not_timed)}"
 
     return Column(f"{'library' if which == 'peer' else which}, TFLOP/s", said), Column(
-        "of peak", lambda one: one.burst and contests.percent_of_peak(getattr(one.burst, which)), percent
+        "of peak", lambda held: held.burst and contests.percent_of_peak(getattr(held.burst, which)), percent
     )
 
 
@@ -494,16 +494,16 @@ AGAINST = (
 """Our best stage against the best library of the same element type, problem by problem."""
 
 
-def against(found: Sequence[contests.AgainstPeers]) -> str:
+def against(against_peers: Sequence[contests.AgainstPeers]) -> str:
     """At how many problems the stage is the faster one, and between which ratios: a sentence a regime."""
     said, partly = [], []
     regimes: tuple[tuple[Regime, str], ...] = (("burst", "in bursts"), ("sustained", "under sustained load"))
     for regime, when in regimes:
-        contested = [(one, contest) for one in found if (contest := getattr(one, regime))]
+        contested = [(held, contest) for held in against_peers if (contest := getattr(held, regime))]
         if contested:
-            ratios = [(c.ratio, f" ({one.problem.label}, over {short_title(c.peer.name)})") for one, c in contested]
+            ratios = [(c.ratio, f" ({held.problem.label}, over {short_title(c.peer.name)})") for held, c in contested]
             said.append(f"{when.capitalize()} the best stage is faster than the best library at {standing(ratios)}")
-        if count := sum(bool(one.left_out(regime)) for one, _ in contested):
+        if count := sum(bool(held.left_out(regime)) for held, _ in contested):
             partly.append(f"at {several(count, 'problem')} {when}")
     if partly:
         said.append(
@@ -515,12 +515,12 @@ def against(found: Sequence[contests.AgainstPeers]) -> str:
 
 def standing(ratios: Sequence[tuple[float, str]], what: str = "problems") -> str:
     """How many of the ratios are above one, and between which two they lie, each with the words behind it."""
-    (low, where), (high, there) = min(ratios), max(ratios)
+    (low, of_lowest), (high, of_highest) = min(ratios), max(ratios)
     won = sum(ratio > 1 for ratio, _ in ratios)
-    return f"{won} of {len(ratios)} {what}: ratios lie between {times(low)}{where} and {times(high)}{there}."
+    return f"{won} of {len(ratios)} {what}: ratios lie between {times(low)}{of_lowest} and {times(high)}{of_highest}."
 
 
-def against_inputs(found: Iterable[contests.AgainstPeers], regime: Regime = "burst") -> str:
+def against_inputs(against_peers: Iterable[contests.AgainstPeers], regime: Regime = "burst") -> str:
     """The ratios of the suite `peers` by kind of inputs, a row a kind: the worst first, `trained` beside `normal`.
 
     Below one, where the library is faster, a ratio is bold; that of the worst layer of `trained` stands beside it.
@@ -531,13 +531,13 @@ def against_inputs(found: Iterable[contests.AgainstPeers], regime: Regime = "bur
     labels = {(problem.shape, problem.mask, problem.dtype): problem.label for problem in contests.MAIN}
     by_kind: dict[str, dict[str, contests.Contest]] = {}
     partly: dict[tuple[str, str], tuple[str, ...]] = {}
-    for one in found:
-        label = labels.get((one.problem.shape, one.problem.mask, one.problem.dtype))
-        contest = one.burst if regime == "burst" else one.sustained
+    for held in against_peers:
+        label = labels.get((held.problem.shape, held.problem.mask, held.problem.dtype))
+        contest = held.burst if regime == "burst" else held.sustained
         if contest and label:
-            by_kind.setdefault(one.problem.inputs, {})[label] = contest
-            if left_out := one.left_out(regime):
-                partly[one.problem.inputs, label] = left_out
+            by_kind.setdefault(held.problem.inputs, {})[label] = contest
+            if left_out := held.left_out(regime):
+                partly[held.problem.inputs, label] = left_out
     if not by_kind.keys() - {NORMAL}:
         raise NoDataError(
             f"No {regime} ratios on inputs that are not normal are on record for this GPU yet: "
@@ -575,7 +575,7 @@ def against_inputs(found: Iterable[contests.AgainstPeers], regime: Regime = "bur
 def _stages_of(by_kind: Mapping[str, Mapping[str, contests.Contest]], order: Iterable[str]) -> str:
     """Which stages the ratios are of: a difference between two kinds may be one between two stages."""
     of_stage = grouped(
-        ((one.stage.name, kind) for kind in order for one in by_kind[kind].values()), lambda pair: pair[0]
+        ((contest.stage.name, kind) for kind in order for contest in by_kind[kind].values()), lambda pair: pair[0]
     )
     most, *others = sorted(of_stage, key=lambda name: len(of_stage[name]), reverse=True)
     if not others:
@@ -592,17 +592,19 @@ def _stages_of(by_kind: Mapping[str, Mapping[str, contests.Contest]], order: Ite
 FEATURED = (
     Column("problem", "stage.problem.label"),
     Column("stage", "stage.name", code, left=True),
-    Column("µs", lambda one: select.median_us(one.stage), mhz),
-    Column("TFLOP/s of the scores seen", lambda one: select.rate(one.stage), mhz),
-    Column("over itself without", lambda one: select.speedup(one.stage, one.without), times),
-    Column("fastest library there", lambda one: short_title(one.peer.name) if one.peer else None, left=True),
-    Column("µs", lambda one: select.median_us(one.peer), mhz),
-    Column("over the library", lambda one: select.speedup(one.stage, one.peer), times),
+    Column("µs", lambda featured: select.median_us(featured.stage), mhz),
+    Column("TFLOP/s of the scores seen", lambda featured: select.rate(featured.stage), mhz),
+    Column("over itself without", lambda featured: select.speedup(featured.stage, featured.without), times),
+    Column(
+        "fastest library there", lambda featured: short_title(featured.peer.name) if featured.peer else None, left=True
+    ),
+    Column("µs", lambda featured: select.median_us(featured.peer), mhz),
+    Column("over the library", lambda featured: select.speedup(featured.stage, featured.peer), times),
 )
 """A stage with a window or a soft cap, beside itself without them and the library that takes them."""
 
 
-def accuracy(found: Iterable[contests.Accuracy]) -> str:
+def accuracy(accuracies: Iterable[contests.Accuracy]) -> str:
     """Errors by implementation and kind of inputs, over FlashAttention-3's, or -4's where the wheel lacks the type.
 
     First on which kinds the newest stage misses its aim; then, for each element type, how many times the reference's
@@ -612,10 +614,10 @@ def accuracy(found: Iterable[contests.Accuracy]) -> str:
     Raises:
         NoDataError: there are none on inputs that are not normal.
     """
-    errors = list(found)
+    errors = list(accuracies)
     by_dtype = {
-        dtype: grouped(of_dtype, lambda one: one.problem.inputs)
-        for dtype, of_dtype in grouped(errors, lambda one: one.problem.dtype).items()
+        dtype: grouped(of_dtype, lambda checked: checked.problem.inputs)
+        for dtype, of_dtype in grouped(errors, lambda checked: checked.problem.dtype).items()
     }
     parts = [_accuracy_of(dtype, kinds) for dtype, kinds in by_dtype.items() if kinds.keys() != {NORMAL}]
     if not parts:
@@ -625,13 +627,17 @@ def accuracy(found: Iterable[contests.Accuracy]) -> str:
     return "\n".join([f"{_aim(errors)}\n", *parts])
 
 
-def _aim(found: Sequence[contests.Accuracy]) -> str:
+def _aim(accuracies: Sequence[contests.Accuracy]) -> str:
     """On which kinds of inputs the newest stage's errors are above what they were meant to be."""
-    kinds = {name: {one.problem.inputs for one in found if name in one.errors} for name in registry.STAGES}
+    kinds = {
+        name: {checked.problem.inputs for checked in accuracies if name in checked.errors} for name in registry.STAGES
+    }
     # What was checked on one kind alone is not to be compared over kinds.
     newest = max(kinds, key=lambda name: (min(2, len(kinds[name])), [*kinds].index(name)))
     missed: dict[str, list[str]] = {}
-    for (dtype, kind), same in grouped(found, lambda one: (one.problem.dtype, one.problem.inputs)).items():
+    for (dtype, kind), same in grouped(
+        accuracies, lambda checked: (checked.problem.dtype, checked.problem.inputs)
+    ).items():
         rms, largest = _worst(same, newest) or (0.0, 0.0)
         over = ["RMS"] * (rms > contests.RMS_AIM) + ["largest"] * (largest > contests.LARGEST_AIM)
         if over:
@@ -648,9 +654,11 @@ def _listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1])))
 
 
-def _worst(found: Iterable[contests.Accuracy], name: str) -> tuple[float, ...]:
+def _worst(accuracies: Iterable[contests.Accuracy], name: str) -> tuple[float, ...]:
     """Both errors over the reference's at the worst problem; empty where it was not checked."""
-    return tuple(map(max, zip(*(one.over_reference(name) for one in found if name in one.errors), strict=True)))
+    return tuple(
+        map(max, zip(*(checked.over_reference(name) for checked in accuracies if name in checked.errors), strict=True))
+    )
 
 
 def _implementation(name: str) -> str:
@@ -671,7 +679,9 @@ EVERY_ERROR = (
 def _accuracy_of(dtype: str, kinds: Mapping[str, Sequence[contests.Accuracy]]) -> str:
     """The table of one element type, and below it every error."""
     # What was checked on one kind alone is not to be compared over kinds.
-    counts = Tally(name for same in kinds.values() for name in dict.fromkeys(n for one in same for n in one.errors))
+    counts = Tally(
+        name for same in kinds.values() for name in dict.fromkeys(n for checked in same for n in checked.errors)
+    )
     names = [name for name, count in counts.items() if count > 1 or len(kinds) == 1]
 
     def of_stages(kind: str) -> float:
@@ -682,9 +692,9 @@ def _accuracy_of(dtype: str, kinds: Mapping[str, Sequence[contests.Accuracy]]) -
         return Column(_implementation(name), lambda kind: " · ".join(map(times, _worst(kinds[kind], name))) or None)
 
     order = sorted(kinds, key=of_stages, reverse=True)
-    references = dict.fromkeys(short_title(one.reference) for same in kinds.values() for one in same)
+    references = dict.fromkeys(short_title(checked.reference) for same in kinds.values() for checked in same)
     over = Column(f"{dtype}: error over that of {' or '.join(references)}, RMS · largest", code)
-    every = [(one, name) for kind in order for one in kinds[kind] for name in names if name in one.errors]
+    every = [(checked, name) for kind in order for checked in kinds[kind] for name in names if name in checked.errors]
     lines = table(EVERY_ERROR, every).splitlines()
     return f'{table((over, *map(column, names)), order)}\n??? abstract "{dtype}: every error"\n\n' + "".join(
         f"    {line}\n" for line in lines
@@ -694,39 +704,43 @@ def _accuracy_of(dtype: str, kinds: Mapping[str, Sequence[contests.Accuracy]]) -
 # --- Predictions ------------------------------------------------------------------------------------------------------
 
 
-def _range(one: Scored) -> str:
-    sign, unit = ("×", "") if one.expected.of == "ratio" else ("", " TFLOP/s")
-    return f"{sign}{one.expected.low:g} to {sign}{one.expected.high:g}{unit}"
+def _range(prediction: Scored) -> str:
+    sign, unit = ("×", "") if prediction.expected.of == "ratio" else ("", " TFLOP/s")
+    return f"{sign}{prediction.expected.low:g} to {sign}{prediction.expected.high:g}{unit}"
 
 
-def _where(one: Scored) -> str:
+def _where(prediction: Scored) -> str:
     """In what its problem is another one than the first: `D128`, `causal`, `trained`; empty where it is that."""
     usual = Problem.parse(FIRST_SHAPE).label.split()
-    return " ".join(word for word in one.expected.problem.label.split() if word not in usual)
+    return " ".join(word for word in prediction.expected.problem.label.split() if word not in usual)
 
 
-def _measured(one: Scored) -> str | None:
-    if one.measured is None:
+def _measured(prediction: Scored) -> str | None:
+    if prediction.measured is None:
         return None
-    return times(one.measured) if one.expected.of == "ratio" else f"{number(one.measured)} TFLOP/s"
+    return times(prediction.measured) if prediction.expected.of == "ratio" else f"{number(prediction.measured)} TFLOP/s"
 
 
-def outcome(one: Scored) -> str:
+def outcome(prediction: Scored) -> str:
     """Where a measurement lies, for people: `inside`, `5.7 % above`, `8.1 % below`, `not on record`."""
-    if one.off is None:
+    if prediction.off is None:
         return "not on record"
-    return f"{number(100 * abs(one.off), 2)} % {'above' if one.off > 0 else 'below'}" if one.off else "inside"
+    return (
+        f"{number(100 * abs(prediction.off), 2)} % {'above' if prediction.off > 0 else 'below'}"
+        if prediction.off
+        else "inside"
+    )
 
 
-def scored(found: Sequence[Scored]) -> str:
+def scored(numbers: Sequence[Scored]) -> str:
     """A prediction's numbers in its own words, each with where it is of another problem than the first, and what was
     measured; empty where it has none."""
 
-    def said(one: Scored) -> str:
-        where = f" ({_where(one)})" if _where(one) else ""
-        return f"“{one.expected.words}”{where} → {_measured(one) or '–'}, {outcome(one)}"
+    def said(prediction: Scored) -> str:
+        where = f" ({_where(prediction)})" if _where(prediction) else ""
+        return f"“{prediction.expected.words}”{where} → {_measured(prediction) or '–'}, {outcome(prediction)}"
 
-    return "; ".join(map(said, found))
+    return "; ".join(map(said, numbers))
 
 
 PREDICTIONS = (
@@ -741,10 +755,10 @@ PREDICTIONS = (
 
 def predictions(scored: Sequence[Scored]) -> str:
     """How many numbers of predictions came true, and a table of all, those furthest off first."""
-    known = [one for one in scored if one.off is not None]
-    inside = sum(one.off == 0 for one in known)
-    above = sum((one.off or 0) > 0 for one in known)
-    lines = sorted(scored, key=lambda one: -abs(one.off) if one.off is not None else 1)
+    known = [prediction for prediction in scored if prediction.off is not None]
+    inside = sum(prediction.off == 0 for prediction in known)
+    above = sum((prediction.off or 0) > 0 for prediction in known)
+    lines = sorted(scored, key=lambda prediction: -abs(prediction.off) if prediction.off is not None else 1)
     return (
         f"Of {len(known)} numbers {inside} lie inside their range, {above} above it and {len(known) - inside - above} "
         f"below.\n\n{table(PREDICTIONS, lines)}"
@@ -792,13 +806,13 @@ _OCCUPANCY_LIMITS: Mapping[str, str] = {
 }
 
 
-def _occupancy_limit(one: StageProfile) -> str | None:
+def _occupancy_limit(profile: StageProfile) -> str | None:
     """What holds occupancy back.
 
     Shared memory is named only where nothing else holds back as much: the driver takes from the L1 cache what the
     blocks need that fit otherwise, so that its limit equals the lowest other one in nearly every launch.
     """
-    blocks = {words: one.metrics[name] for name, words in _OCCUPANCY_LIMITS.items() if name in one.metrics}
+    blocks = {words: profile.metrics[name] for name, words in _OCCUPANCY_LIMITS.items() if name in profile.metrics}
     lowest = [words for words, value in blocks.items() if value == min(blocks.values())]
     return ", ".join([words for words in lowest if words != "shared memory"] or lowest) or None
 
@@ -806,7 +820,7 @@ def _occupancy_limit(one: StageProfile) -> str | None:
 OCCUPANCY = (
     stage(),
     Column("limited by", _occupancy_limit, left=True),
-    Column("registers per thread", lambda one: one.metrics.get("launch__registers_per_thread")),
+    Column("registers per thread", lambda profile: profile.metrics.get("launch__registers_per_thread")),
     Column("occupancy, theoretical", "warps_percent_limit", percent),
     Column("achieved", "warps_percent", percent),
     Column("wavefronts of shared memory, 10⁶", "shared_wavefronts", lambda count: number(count / 1e6)),
@@ -820,27 +834,30 @@ def _bytes(level: str, counted: Callable[[StageProfile], float]) -> tuple[Column
     """Bytes counted and measured at a level of memory, in MB, and their ratio."""
     measured = f"{level.lower()}_bytes"
     return (
-        Column(f"{level} counted, MB", lambda one: counted(one) / 1e6),
+        Column(f"{level} counted, MB", lambda profile: counted(profile) / 1e6),
         Column("measured", measured, lambda size: number(size / 1e6)),
         Column(
-            "ratio", lambda one: times(size / counted(one)) if (size := getattr(one, measured)) is not None else None
+            "ratio",
+            lambda profile: (
+                times(size / counted(profile)) if (size := getattr(profile, measured)) is not None else None
+            ),
         ),
     )
 
 
 TRAFFIC = (
     stage(),
-    *_bytes("DRAM", lambda one: float(one.problem.compulsory_bytes)),
-    *_bytes("L2", lambda one: roofline.l2_bytes(one.problem, one.tile_q)),
+    *_bytes("DRAM", lambda profile: float(profile.problem.compulsory_bytes)),
+    *_bytes("L2", lambda profile: roofline.l2_bytes(profile.problem, profile.tile_q)),
 )
 """Bytes that crossed device memory and L2 in one launch of each stage, beside what was counted from its tiles."""
 
 
-def hot_lines(found: Iterable[StageProfile], *, lines: int = 5, pages: str | None = None) -> str:
+def hot_lines(profiles: Iterable[StageProfile], *, lines: int = 5, pages: str | None = None) -> str:
     """The source lines at which the warps of each stage were sampled most often, and in which states.
 
     Args:
-        found: one launch of each stage.
+        profiles: one launch of each stage.
         lines: how many of each.
         pages: folder of the stages' pages, to link them; None for no links.
 
@@ -849,8 +866,14 @@ def hot_lines(found: Iterable[StageProfile], *, lines: int = 5, pages: str | Non
     """
 
     def name(item: Row) -> str:
-        one, position = item[0], item[1]
-        return "" if position else code(one.stage) if pages is None else f"[{code(one.stage)}]({pages}{one.stage}.md)"
+        profile, position = item[0], item[1]
+        return (
+            ""
+            if position
+            else code(profile.stage)
+            if pages is None
+            else f"[{code(profile.stage)}]({pages}{profile.stage}.md)"
+        )
 
     columns = (
         Column("", name),
@@ -866,7 +889,7 @@ def hot_lines(found: Iterable[StageProfile], *, lines: int = 5, pages: str | Non
         ),
         Column("of all samples", lambda item: f"{number(100 * item[2].total / sum(item[0].samples.values()), 2)} %"),
     )
-    rows = [(one, position, line) for one in found for position, line in enumerate(one.lines[:lines])]
+    rows = [(profile, position, line) for profile in profiles for position, line in enumerate(profile.lines[:lines])]
     if not rows:
         raise NoDataError("wanted profiles whose samples were traced to source lines, found none")
     return table(columns, rows)
@@ -966,7 +989,7 @@ def chips(shown: Results, data: Path = DATA) -> str:
         NoDataError: there are no runs.
     """
     records: Iterator[Measurement | Ceiling] = (line.record for line in store.lines(shown.gpu, "runs", data))
-    found = grouped(records, lambda row: row.gpu.fingerprint)
+    by_chip = grouped(records, lambda row: row.gpu.fingerprint)
     problems = {problem: {row.gpu.fingerprint for row in rows} for problem, rows in shown.problems.items()}
 
     def on_pages(fingerprint: str) -> str | None:
@@ -988,7 +1011,7 @@ def chips(shown: Results, data: Path = DATA) -> str:
         Column("rows", lambda item: len(item[1])),
         Column("cost, US$", lambda item: cost_usd(item[1])),
     )
-    return table(columns, sorted(found.items(), key=lambda item: item[1][0].run), drop_empty=True)
+    return table(columns, sorted(by_chip.items(), key=lambda item: item[1][0].run), drop_empty=True)
 
 
 def _rented(rows: Iterable[Measurement | Ceiling]) -> str | None:
@@ -1056,7 +1079,10 @@ def machines(everything: Sequence[Results]) -> str:
     for name in dict.fromkeys(name for shown in everything for name in shown.ceilings):
         limits = [shown.ceilings.get(name) for shown in everything]
         lines.append(
-            [code(name), *(f"{number(one.value)} {one.unit.replace('us', 'µs')}" if one else None for one in limits)]
+            [
+                code(name),
+                *(f"{number(limit.value)} {limit.unit.replace('us', 'µs')}" if limit else None for limit in limits),
+            ]
         )
     lines.append(["problems on record", *(str(len(shown.problems)) for shown in everything)])
     lines.append(["records", *("partial" if shown.lacking else "whole" for shown in everything)])
@@ -1064,7 +1090,11 @@ def machines(everything: Sequence[Results]) -> str:
 
 
 def across(
-    found: Iterable[contests.Across], everything: Sequence[Results], regime: Regime = "burst", *, titled: bool = False
+    compared: Iterable[contests.Across],
+    everything: Sequence[Results],
+    regime: Regime = "burst",
+    *,
+    titled: bool = False,
 ) -> str:
     """The same stages and libraries at the same problems on each GPU, the first GPU the base of ratios.
 
@@ -1072,9 +1102,9 @@ def across(
     """
     base, *others = everything
     lines: list[dict[str, Any]] = [
-        {"one": one, **{gpu: headline(row, regime) for gpu, row in one.rows.items()}}
-        for one in found
-        if any(one.ratio(shown.gpu, base.gpu, regime) for shown in others)
+        {"of": implementation, **{gpu: headline(row, regime) for gpu, row in implementation.rows.items()}}
+        for implementation in compared
+        if any(implementation.ratio(shown.gpu, base.gpu, regime) for shown in others)
     ]
     if not lines:
         return f"*No stage or library of those above has a {regime} time on two GPUs.*"
@@ -1088,17 +1118,17 @@ def across(
 
     def ratio(shown: Results) -> Column:
         header = f"{gpu_title(shown)} / {gpu_title(base)}"
-        return Column(header, lambda line: line["one"].ratio(shown.gpu, base.gpu, regime), times)
+        return Column(header, lambda line: line["of"].ratio(shown.gpu, base.gpu, regime), times)
 
     columns = (
-        *(() if titled else (Column("problem", "one.problem.label"),)),
-        Column("", lambda line: _implementation(line["one"].name), left=True),
+        *(() if titled else (Column("problem", "of.problem.label"),)),
+        Column("", lambda line: _implementation(line["of"].name), left=True),
         *map(ratio, others),
         *(column for shown in everything for column in of(shown)),
     )
     said = []
     for shown in others:
-        if ratios := [(value, "") for line in lines if (value := line["one"].ratio(shown.gpu, base.gpu, regime))]:
+        if ratios := [(value, "") for line in lines if (value := line["of"].ratio(shown.gpu, base.gpu, regime))]:
             faster = f"The {gpu_title(shown)} is faster than the {gpu_title(base)} in"
             said.append(f"{faster} {standing(ratios, 'rows')}")
     return "\n".join([*said, "", table(columns, lines, drop_empty=True)])
@@ -1209,10 +1239,10 @@ def checks(lengths: Mapping[str, Comparisons], drawn: Mapping[str, Comparisons],
     return table(CHECKS, [(stage_id, lengths.get(stage_id, ()), drawn.get(stage_id, ())) for stage_id in stages])
 
 
-def sanitized(found: Sequence[Sanitized]) -> str:
+def sanitized(records: Sequence[Sanitized]) -> str:
     """What each of compute-sanitizer's tools found in each stage: a sentence, and a table of errors in launches."""
     by_stage: dict[str, dict[str, Sanitized]] = {}
-    for record in found:
+    for record in records:
         by_stage.setdefault(record.stage, {})[record.tool] = record
 
     def errors(record: Sanitized) -> str:
@@ -1221,14 +1251,14 @@ def sanitized(found: Sequence[Sanitized]) -> str:
         elsewhere = f", {record.elsewhere} elsewhere" if record.elsewhere else ""
         return f"{record.errors} in {record.launches}{elsewhere}"
 
-    tools = dict.fromkeys(record.tool for record in found)
+    tools = dict.fromkeys(record.tool for record in records)
     columns = [Column("stage", "0", code)]
     columns += [Column(tool, f"1.{tool}", errors) for tool in tools]
-    clean = "Nothing was found." if all(record.clean for record in found) else "Something was found."
-    days = sorted({record.time[:10] for record in found})
+    clean = "Nothing was found." if all(record.clean for record in records) else "Something was found."
+    days = sorted({record.time[:10] for record in records})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     return (
-        f"{found[0].gpu.name}, {when}, {', '.join(sorted({record.version for record in found}))}. {clean} "
+        f"{records[0].gpu.name}, {when}, {', '.join(sorted({record.version for record in records}))}. {clean} "
         f"Errors, in so many launches:\n\n{table(columns, by_stage.items())}"
     )
 

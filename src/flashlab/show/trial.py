@@ -271,9 +271,9 @@ def compare(trials: Mapping[str, Trial]) -> str:
         if verdict is None or report is None:
             return ["no result", trial.error.partition("\n")[0], None, None, None]
         kinds = Tally(finding.kind for finding in report.findings)
-        found = ", ".join(f"{count} × {kind}" for kind, count in kinds.items()) or "none"
+        by_kind = ", ".join(f"{count} × {kind}" for kind, count in kinds.items()) or "none"
         limits = (tiny(verdict.max_abs_error), tiny(verdict.max_abs_limit))
-        return ["right" if verdict.passed else "wrong", prose(verdict.reason) or None, *limits, found]
+        return ["right" if verdict.passed else "wrong", prose(verdict.reason) or None, *limits, by_kind]
 
     header = ("", "result", "why", "largest error", "limit", "findings")
     return markdown(header, [[title, *cells(trial)] for title, trial in trials.items()], left=3)
@@ -323,9 +323,9 @@ _ACCESSES: Mapping[str, str] = {
 def _where(at: Place) -> str:
     """The kernel's own line, then the header's that it called."""
     lines = [
-        f"{place(one.file.name, one.line)}<br>{source(one.text) if one.text else ''}"
-        for one in (at.caller, at.frame)
-        if one
+        f"{place(frame.file.name, frame.line)}<br>{source(frame.text) if frame.text else ''}"
+        for frame in (at.caller, at.frame)
+        if frame
     ]
     return "<br>in ".join(lines) or "unknown<br>"
 
@@ -376,12 +376,21 @@ def _accesses(space: str, name: str, reports: Mapping[str, Report | None]) -> st
     keys = ["side", "header", "file", "number", *_LINE]
     rows = [
         (
-            *(side, at.file.name.endswith("h"), at.file.name, at.line, one.access, one.kind, one.bytes, at.text),
-            *(getattr(one, f"{ideal}{name}") for ideal in ("", "ideal_")),
+            *(
+                side,
+                at.file.name.endswith("h"),
+                at.file.name,
+                at.line,
+                counter.access,
+                counter.kind,
+                counter.bytes,
+                at.text,
+            ),
+            *(getattr(counter, f"{ideal}{name}") for ideal in ("", "ideal_")),
         )
         for side, report in enumerate(ran.values())
-        for one in report.counters
-        if one.space == space and (at := one.place.frame)
+        for counter in report.counters
+        if counter.space == space and (at := counter.place.frame)
     ]
     if not rows:
         return f"*No line asks anything of {space} memory.*"
@@ -396,10 +405,10 @@ def _accesses(space: str, name: str, reports: Mapping[str, Report | None]) -> st
 
     table: list[list[Cell]] = []
     for _, same in lines.groupby([*_LINE, "nth"], sort=False):
-        one = same.iloc[0]
-        how = {"matrix": "matrix ", "async copy": "copy, "}.get(one["kind"], "") + one["access"]
-        text = source(one["text"]) if one["text"] else ""
-        table.append([place(one["file"], one["number"]), text, f"{how}, {one['bytes']} B a lane", *cells(same)])
+        first = same.iloc[0]
+        how = {"matrix": "matrix ", "async copy": "copy, "}.get(first["kind"], "") + first["access"]
+        text = source(first["text"]) if first["text"] else ""
+        table.append([place(first["file"], first["number"]), text, f"{how}, {first['bytes']} B a lane", *cells(same)])
     heads = [f"{title}: {name}" if len(reports) > 1 else name for title in ran]
     header = ["line", "source", "access", *(head for pair in heads for head in (pair, "over ideal"))]
     return markdown(header, [*table, ["in all", None, None, *cells(lines)]], left=3)
@@ -455,8 +464,12 @@ def counted(report: Report, line: StageCounters) -> dict[str, Counts]:
         metrics = (f"smsp__sass_inst_executed_op_{instruction}.sum", f"smsp__sass_l1tex_{pipe}_op_{operation}.sum")
         if not all(name in line.metrics for name in metrics):
             continue
-        mine = [one for one in report.counters if (one.space, one.access, one.kind) == (space, access, kind)]
-        ours = sum(one.requests for one in mine), sum(getattr(one, passes) for one in mine)
+        mine = [
+            counter
+            for counter in report.counters
+            if (counter.space, counter.access, counter.kind) == (space, access, kind)
+        ]
+        ours = sum(counter.requests for counter in mine), sum(getattr(counter, passes) for counter in mine)
         theirs = [round(line.metrics[name]) for name in metrics]
         if any((*ours, *theirs)):
             counts[what] = (ours[0], theirs[0], ours[1], theirs[1])
@@ -575,7 +588,7 @@ def agreement(lines: Iterable[Compared]) -> str:
 
     def furthest(of_stage: Sequence[tuple[Compared, EmulatorVerdict]]) -> str | None:
         apart = [ran.agreement for _, ran in of_stage if ran.agreement]
-        errors = ((one.max_abs_error, one.max_abs_limit) for one in apart)
+        errors = ((verdict.max_abs_error, verdict.max_abs_limit) for verdict in apart)
         shares = [error / limit for error, limit in errors if error is not None and limit]
         return f"{number(100 * max(shares))} %" if shares else None
 

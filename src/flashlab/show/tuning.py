@@ -82,18 +82,18 @@ def _text(parameters: Mapping[str, int], beside: Mapping[str, int] | None = None
     return " ".join(f"{name}={value}" for name, value in shown.items()) or "the defaults"
 
 
-def winners_table(found: Mapping[Key, Sequence[Trial]], *, rows: Iterable[ChoiceRow]) -> str:
+def winners_table(trials: Mapping[Key, Sequence[Trial]], *, rows: Iterable[ChoiceRow]) -> str:
     """What won on every problem that a stage was tuned on, and what it gains over the defaults, as a Markdown table.
 
     Args:
-        found: as `by_key` gives them.
+        trials: as `by_key` gives them.
         rows: of the table of choices, as `tuned.rows` gives them.
     """
     lines: list[list[tables.Cell]] = []
     for row in rows:
         if not row.variants:
             continue
-        of_key = found.get(Key(row.stage, row.problem), [])
+        of_key = trials.get(Key(row.stage, row.problem), [])
         gains = [
             trial["speedup"]
             for trial in of_key
@@ -148,10 +148,10 @@ def left_out_table(kinds: Mapping[str, Sequence[tuned.LeftOut]]) -> str:
     return tables.markdown(header, lines) if lines else "*The table has no problem with stages to choose from.*"
 
 
-def levers_table(found: Mapping[Key, Sequence[Trial]]) -> str:
+def levers_table(trials: Mapping[Key, Sequence[Trial]]) -> str:
     """How far each value of each tunable gets with the best of the others, folded away, as Markdown for each key."""
     text: list[str] = []
-    for key, of_key in found.items():
+    for key, of_key in trials.items():
         lines: list[list[tables.Cell]] = []
         for names, best in worth(of_key).items():
             values = [
@@ -167,10 +167,10 @@ def levers_table(found: Mapping[Key, Sequence[Trial]]) -> str:
     return tables.unsearched("\n\n".join(text))
 
 
-def trials_table(found: Mapping[Key, Sequence[Trial]]) -> str:
+def trials_table(trials: Mapping[Key, Sequence[Trial]]) -> str:
     """Every variant on record, the fastest first and the refused last, folded away, as Markdown for each key."""
     text: list[str] = []
-    for key, of_key in found.items():
+    for key, of_key in trials.items():
         ordered = sorted(of_key, key=lambda trial: (-(trial["speedup"] or 0.0), trial["median_us"] or math.inf))
         lines: list[list[tables.Cell]] = [
             [
