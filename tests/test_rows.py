@@ -70,8 +70,8 @@ def test_what_is_selected_is_what_is_loaded(tmp_path: Path, mask: str) -> None:
 
 
 def test_the_explorer_has_every_time_and_says_which_the_pages_show(tmp_path: Path) -> None:
-    write(tmp_path, OLD, measurement("00_naive", FIRST, run=OLD), measurement("01_coalesced", FIRST, run=OLD))
-    write(tmp_path, NEW, measurement("00_naive", FIRST, run=NEW), measurement("fa3", FIRST, run=NEW))
+    write(tmp_path, OLD, *(measurement(name, FIRST, run=OLD) for name in ("00_naive", "01_coalesced", "fa3")))
+    write(tmp_path, NEW, measurement("00_naive", FIRST, run=NEW))
     lines = explorer.lines(GPU, tmp_path)
     assert {(line["run"], line["name"]) for line in lines} >= {
         (OLD, "00_naive"),

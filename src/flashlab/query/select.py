@@ -8,8 +8,8 @@ What most readers compare is the last kernel with the libraries, so of sessions 
 
 * Those take part that timed the last rung which the GPU has measured, or its parent: the last rung need not be timed
   anew at every problem. Runs of stages off the ladder take no part.
-* The newest whose fastest library is at most 5 % slower than the fastest on record: one that left the fastest library
-  out does not count.
+* Of those whose fastest library is at most 5 % slower than the fastest on record (one that left the fastest library
+  out does not count), the one whose last rung stands highest; of several, the newest.
 * Of its runs, the one that timed that library, or one within a percent of it; of several, the one that timed most, then
   the newest (`held_against`).
 
@@ -319,12 +319,15 @@ def held_against(runs: Iterable[Sequence[Measurement]], sessions: Mapping[str, s
     if not able:
         return []
     best_us: dict[str, float] = {}
+    rung: dict[str, int] = {}
     for rows in able:
         session = sessions[rows[0].run]
         times_us = (time_us for row in rows if is_library(row) and (time_us := median_us(row)))
         best_us[session] = min(*times_us, best_us.get(session, math.inf))
-    newest = max(candidate for candidate, time_us in best_us.items() if time_us <= NEAR * min(best_us.values()))
-    able = [rows for rows in able if sessions[rows[0].run] == newest]
+        rung[session] = max(*(_LADDER.get(row.name, -1) for row in rows if row.samples), rung.get(session, -1))
+    near = [session for session, time_us in best_us.items() if time_us <= NEAR * min(best_us.values())]
+    chosen = max(near, key=lambda session: (rung[session], session))
+    able = [rows for rows in able if sessions[rows[0].run] == chosen]
     best = best_peers(row for rows in able for row in rows)
 
     def rank(rows: list[Measurement]) -> tuple[bool, int, str]:
