@@ -127,13 +127,14 @@ def test_a_whole_tile_may_have_scores_of_minus_infinity(stage: str, dtype: DType
     _ignores_minus_infinity(stage, dtype, 512, slice(384, 512), -40.0)
 
 
-def test_the_lines_that_show_the_price_of_an_old_reference_print_what_the_page_says() -> None:
+@pytest.mark.parametrize(("which", "shape"), [(0, (4, 3)), (1, (1, 2))], ids=["rms", "largest"])
+def test_the_lines_that_show_the_price_of_an_old_reference_print_what_the_page_says(
+    which: int, shape: tuple[int, int]
+) -> None:
     """No kernel: what the Correctness page claims of rounding alone."""
     page = (SITE / "correctness.md").read_text(encoding="utf-8")
-    match = re.search(r"```python\n(import numpy.*?)```\n+```\n(.*?)```", page, re.DOTALL)
-    assert match is not None
-    code, said = match.groups()
+    code, said = re.findall(r"```python\n(import numpy.*?)```\n+```\n(.*?)```", page, re.DOTALL)[which]
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     numbers, shown = (np.array([line.split() for line in text.split("\n") if line], float) for text in (printed, said))
-    assert shown.shape == (4, 3)
+    assert shown.shape == shape
     np.testing.assert_allclose(numbers, shown, atol=0.011)
