@@ -25,7 +25,6 @@ from flashlab.query.select import (
     fastest_stage,
     held_against,
     is_library,
-    is_off_ladder,
     median_us,
     ordered,
     problem_order,
@@ -200,11 +199,9 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
     (torch's own choice is often cuDNN, and ahead of it or behind by nothing but chance.)
     """
     session_of, rows = sessions(gpu, data), store.records(gpu, Measurement, data)
-    off_ladder = {row.run for row in rows if is_off_ladder(row)}
-    every = [row for row in rows if row.run not in off_ladder]
-    second = {(row.run, row.problem, row.name): row for row in every if row.with_lse and row.status == "ok"}
-    by_problem = contested(every, session_of)
-    able = _able(row for row in every if not row.with_lse)
+    second = {(row.run, row.problem, row.name): row for row in rows if row.with_lse and row.status == "ok"}
+    by_problem = contested(rows, session_of)
+    able = _able(row for row in rows if not row.with_lse)
     contests = []
     for problem in sorted((problem for problem in by_problem if problem.inputs in inputs), key=problem_order):
         runs = by_problem[problem]

@@ -193,8 +193,11 @@ def select(rows: Iterable[Measurement], sessions: Mapping[str, str], policy: Pol
         first = held[0].run if held else ""
         merged = {key: _merged(runs, policy.covers, first) for key, runs in candidates[problem].items()}
         tried = {key: _tried(by_name, policy.covers) for key, by_name in merged.items()}
+        eligible = [sessions[first]] if first else list(merged)
+        if not first and policy.within == "session" and not policy.as_named:
+            eligible = _of_the_last(merged, policy.covers)
         best = max(
-            _of_the_last(merged, policy.covers) if policy.within == "session" and not policy.as_named else merged,
+            eligible,
             key=lambda key: (
                 policy.as_named and sum(map(_is_as_named, tried[key])),
                 any(row.samples for row in merged[key].values() if row.kind == "peer"),
@@ -202,7 +205,6 @@ def select(rows: Iterable[Measurement], sessions: Mapping[str, str], policy: Pol
                 key,
             ),
         )
-        best = sessions[first] if first else best
         by_name = merged[best]
         if policy.within == "session" and policy.fill:
             _fill(by_name, [merged[key] for key in sorted(merged, reverse=True) if key != best], policy.covers)
