@@ -640,12 +640,13 @@ def test_the_run_that_a_ratio_is_of_is_shown_though_another_session_tried_more_o
     assert [row.name for row in select.elsewhere(rows)] == [lower[0], "sdpa"]
 
 
-def test_a_later_session_without_the_last_rung_does_not_take_its_ratio(tmp_path: Path) -> None:
-    whole, later = "20260101T030000Z-0000abc", "20260102T030000Z-0123abc"
+@pytest.mark.parametrize("later", ["20260102T030000Z-0123abc", "20260101T033000Z-0000abc"], ids=["session", "run"])
+def test_a_later_run_without_the_last_rung_does_not_take_its_ratio(later: str, tmp_path: Path) -> None:
+    whole = "20260101T030000Z-0000abc"
     parent, last = "16_ones_column", "17_around_the_loop"
     assert registry.STAGES[last].parent == parent
     _write(tmp_path, whole, *(_timed(name, FIRST, whole, us) for name, us in ((parent, 19), (last, 18), ("fa3", 20))))
-    _write(tmp_path, later, *(_timed(name, FIRST, later, 19.5) for name in (parent, "fa3")))
+    _write(tmp_path, later, *(_timed(name, FIRST, later, 19.5) for name in (parent, "12_persistent", "sdpa", "fa3")))
     found = _against(tmp_path)["float16", "full"]
     assert (found.run, found.burst and found.burst.stage.name) == (whole, last)
 
