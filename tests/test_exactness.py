@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from typing import Any
@@ -12,11 +13,11 @@ import numpy as np
 import pytest
 from shared import needs_compiler
 
-from flashlab.core.paths import SITE
+from flashlab.core.paths import ROOT, SITE
 from flashlab.core.problem import DTYPES, DType, Mask, Problem
 from flashlab.kernels.registry import DEAD_ENDS, STAGES
 from flashlab.run.attention import emulate
-from flashlab.verify.oracle import make_inputs, round_to
+from flashlab.verify.oracle import default_scale, make_inputs, round_to, to_float
 from flashlab.verify.verdict import check
 
 HOPPER = tuple(stage.id for stage in (*STAGES.values(), *DEAD_ENDS.values()) if stage.tensor_maps)
@@ -127,14 +128,33 @@ def test_a_whole_tile_may_have_scores_of_minus_infinity(stage: str, dtype: DType
     _ignores_minus_infinity(stage, dtype, 512, slice(384, 512), -40.0)
 
 
-@pytest.mark.parametrize(("which", "shape"), [(0, (4, 3)), (1, (1, 2))], ids=["rms", "largest"])
-def test_the_lines_that_show_the_price_of_an_old_reference_print_what_the_page_says(
-    which: int, shape: tuple[int, int]
-) -> None:
+@pytest.mark.parametrize(("which", "count"), [(0, 10), (1, 10)], ids=["rms", "largest"])
+def test_the_lines_that_show_the_price_of_an_old_reference_print_what_the_page_says(which: int, count: int) -> None:
     """No kernel: what the Correctness page claims of rounding alone."""
     page = (SITE / "correctness.md").read_text(encoding="utf-8")
     code, said = re.findall(r"```python\n(import numpy.*?)```\n+```\n(.*?)```", page, re.DOTALL)[which]
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    numbers, shown = (np.array([line.split() for line in text.split("\n") if line], float) for text in (printed, said))
-    assert shown.shape == shape
+    number = re.compile(r"\d+\.\d+")
+    assert number.sub("", printed) == number.sub("", said)
+    numbers, shown = ([float(found) for found in number.findall(text)] for text in (printed, said))
+    assert len(shown) == count
     np.testing.assert_allclose(numbers, shown, atol=0.011)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("head_dim", "keys"), [(64, 128), (128, 64)])
+@pytest.mark.parametrize("kind", ["scale2", "steps", "rising", "hostile_rising"])
+def test_what_scripts_rounding_rounds_is_what_the_last_rung_rounds(
+    kind: str, head_dim: int, keys: int, dtype: DType
+) -> None:
+    """The order of additions apart, which turns the last bit of one output in ten at most."""
+    script = runpy.run_path(str(ROOT / "scripts" / "rounding.py"))
+    q, k, v = make_inputs(Problem.of(1, 1, 1, 192, 512, head_dim, dtype=dtype, mask="full", inputs=kind))
+    out = to_float(emulate(q, k, v, stage="17_around_the_loop").out)[0, 0]
+    q_head, k_head, v_head = (to_float(x)[0, 0] for x in (q, k, v))
+    scores = q_head @ k_head.T * np.float32(default_scale(head_dim) * np.log2(np.e))
+    same, as_flash_attention = (
+        np.mean(round_to(ours, dtype) == out)
+        for ours in (script["settled"](scores, v_head, dtype, keys), script["running"](scores, v_head, dtype))
+    )
+    assert same > 0.9 > 0.75 > as_flash_attention

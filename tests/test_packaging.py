@@ -255,6 +255,7 @@ def test_readme_stages_and_commands_exist() -> None:
     [
         (("counters_ncu.py", "--out", "none.jsonl", "--stages", "99_x"), "counters_ncu: stage: wanted one of 00_naive"),
         (("chart.py", "none-such"), "chart: wanted recorded runs of GPU 'none-such'"),
+        (("rounding.py", "--kind", "none-such"), "rounding: inputs: wanted one of normal"),
     ],
 )
 def test_a_script_says_what_is_wrong_in_a_line(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:

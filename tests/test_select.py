@@ -651,6 +651,14 @@ def test_a_later_run_without_the_last_rung_does_not_take_its_ratio(later: str, t
     assert (found.run, found.burst and found.burst.stage.name) == (whole, last)
 
 
+def test_a_later_run_without_the_last_rung_does_not_take_its_sustained_ratio(tmp_path: Path) -> None:
+    whole, later = "20260101T030000Z-0000abc", "20260101T033000Z-0000abc"
+    for run, *stages in ((whole, "16_ones_column", "17_around_the_loop"), (later, "12_persistent", "16_ones_column")):
+        _write(tmp_path, run, *(_timed(name, FIRST, run, 18.0, sustained=21.0) for name in (*stages, "sdpa_flash")))
+    found = _against(tmp_path)["float16", "full"]
+    assert (found.run, found.sustained and found.sustained.run) == (whole, whole)
+
+
 def test_the_stage_of_a_sustained_ratio_is_the_fastest_under_load(tmp_path: Path) -> None:
     run = "20260102T030000Z-0123abc"
     _write(

@@ -24,6 +24,7 @@ from flashlab.query.select import (
     fastest_peer,
     fastest_stage,
     held_against,
+    highest_rung,
     is_library,
     median_us,
     ordered,
@@ -194,9 +195,10 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
     """For each problem on these kinds of inputs: our best stage against the best library of the same element type.
 
     Both rows come from one run, in which they were interleaved, by the rule of `select`. "Best" is of what that run
-    timed; where no run has a ratio, the newest is named. Under continuous work, likewise, of the newest run that kept a
-    library busy that is the best in bursts, or within a percent of it: without one, a ratio would say too much.
-    (torch's own choice is often cuDNN, and ahead of it or behind by nothing but chance.)
+    timed; where no run has a ratio, the newest is named. Under continuous work, likewise, of runs that kept a library
+    busy that is the best in bursts, or within a percent of it, the newest with the highest rung: without such a
+    library, a ratio would say too much. (torch's own choice is often cuDNN, and ahead of it or behind by nothing but
+    chance.)
     """
     session_of, rows = sessions(gpu, data), store.records(gpu, Measurement, data)
     second = {(row.run, row.problem, row.name): row for row in rows if row.with_lse and row.status == "ok"}
@@ -317,13 +319,13 @@ def accuracy(gpu: str, data: Path = DATA) -> tuple[Accuracy, ...]:
 
 
 def _kept_busy(runs: Iterable[list[Measurement]], libraries: set[str]) -> list[Measurement]:
-    """The newest run's rows that kept one of these libraries and a stage busy; empty where none did."""
+    """The rows of the newest run that kept one of these libraries and the highest rung busy; empty where none did."""
     able = [
         rows
         for rows in runs
         if any(row.name in libraries and row.samples_of("sustained") for row in rows) and _contest(rows, "sustained")
     ]
-    return max(able, key=lambda rows: rows[0].run, default=[])
+    return max(able, key=lambda rows: (highest_rung(rows, "sustained"), rows[0].run), default=[])
 
 
 def _named(rows: Iterable[Measurement]) -> list[Measurement]:

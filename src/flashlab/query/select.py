@@ -326,7 +326,7 @@ def held_against(runs: Iterable[Sequence[Measurement]], sessions: Mapping[str, s
         session = sessions[rows[0].run]
         times_us = (time_us for row in rows if is_library(row) and (time_us := median_us(row)))
         best_us[session] = min(*times_us, best_us.get(session, math.inf))
-        rung[session] = max(_highest(rows), rung.get(session, -1))
+        rung[session] = max(highest_rung(rows), rung.get(session, -1))
     near = [session for session, time_us in best_us.items() if time_us <= NEAR * min(best_us.values())]
     chosen = max(near, key=lambda session: (rung[session], session))
     able = [rows for rows in able if sessions[rows[0].run] == chosen]
@@ -334,14 +334,14 @@ def held_against(runs: Iterable[Sequence[Measurement]], sessions: Mapping[str, s
 
     def rank(rows: list[Measurement]) -> tuple[bool, int, int, str]:
         timed = {row.name for row in rows if row.samples_of()}
-        return (not best.isdisjoint(timed), _highest(rows), len(timed), rows[0].run)
+        return (not best.isdisjoint(timed), highest_rung(rows), len(timed), rows[0].run)
 
     return max(able, key=rank)
 
 
-def _highest(rows: Iterable[Measurement]) -> int:
+def highest_rung(rows: Iterable[Measurement], regime: Regime = "burst") -> int:
     """The place in the ladder of the last rung that was timed; -1 where none was."""
-    return max((_LADDER.get(row.name, -1) for row in rows if row.samples), default=-1)
+    return max((_LADDER.get(row.name, -1) for row in rows if row.samples_of(regime)), default=-1)
 
 
 def best_peers(rows: Iterable[Measurement]) -> set[str]:
