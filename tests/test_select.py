@@ -782,6 +782,9 @@ def test_an_edited_copy_is_no_stage_of_ours(tmp_path: Path) -> None:
     assert found.burst is None
     assert found.flat()["ratio"] is None
     assert found.reason == "no stage has a time in that run"
+    _write(tmp_path, run, _timed("00_naive", FIRST, run, 90.0))
+    (rows,) = select.load(GPU, tmp_path).problems.values()
+    assert {row.name for row in rows} == {"00_naive", "sdpa"}
 
 
 def _erring(name: str, problem: Problem, run: str, rms: float | None, largest: float | None) -> schema.Measurement:

@@ -28,7 +28,7 @@ of one session (`parent_of`).
 A run that measured a stage off the ladder takes part only where the policy says so: the rungs in it are there to be
 compared with.
 Rows on other inputs than normal are chosen where a policy names them, and never stand in for normal ones. A stage's
-second row, with the log-sum-exp on, is never chosen.
+second row, with the log-sum-exp on, is never chosen, nor one of an edited copy.
 
 `SHOWN` is what pages, charts, tables and `flashlab results` show; `LADDER` is the stages of one run, problems with a
 window or a soft cap too; `OFF_LADDER` is stages off the ladder beside what was interleaved with them, `DECODING` those
@@ -175,7 +175,7 @@ def select(rows: Iterable[Measurement], sessions: Mapping[str, str], policy: Pol
     Returns:
         One that was filled in is a `Filled`.
     """
-    able = [row for row in rows if not row.with_lse]
+    able = [row for row in rows if not row.with_lse and not _is_edited_copy(row)]
     if policy.off_ladder != "with":
         runs = {row.run for row in able if is_off_ladder(row)}
         able = [row for row in able if (row.run in runs) == (policy.off_ladder == "only")]
@@ -639,6 +639,11 @@ def is_off_ladder(row: Measurement) -> bool:
     """Whether a row is of a stage that never stood on the ladder, with its own tunables or others."""
     stage = registry.OFF_LADDER.get(row.name.partition("[")[0]) if row.kind == "stage" else None
     return stage is not None and not stage.retired
+
+
+def _is_edited_copy(row: Measurement) -> bool:
+    """Whether a row is of what `bench --source` was given (`registry.implementations`), which no page shows."""
+    return row.kind == "stage" and "@" in row.name
 
 
 def origin(row: Measurement, regime: Regime, cache: Cache) -> tuple[str, str]:
