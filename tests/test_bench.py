@@ -1099,17 +1099,24 @@ def test_what_is_on_record_for_the_same_code_is_left_out(tmp_path: Path) -> None
     plan = replace(BURSTS, cold_samples=0)
     assert bench.not_on_record(cells, named, known, code, plan) == {other: frozenset(named)}
     assert bench.not_on_record(cells[:1], named, known, code, plan) == {}
+
+    def without(name: str) -> list[schema.Measurement]:
+        other_code = row(name, cubin=row(name).cubin.model_copy(update={"sha256": "f" * 64}))  # type: ignore[union-attr]
+        return [other_code if one.name == name else one for one in known]
+
     # Of a stage whose code has changed, the parent and the libraries too: a ratio is of one run.
-    changed = [row("02_half2", cubin=row("02_half2").cubin.model_copy(update={"sha256": "f" * 64}))]  # type: ignore[union-attr]
-    todo = bench.not_on_record(cells[:1], named, [*known[:2], *known[3:], *changed], code, plan)
+    todo = bench.not_on_record(cells[:1], named, without("02_half2"), code, plan)
     assert todo == {problem: {"02_half2", "01_coalesced", "sdpa", "fa3"}}
-    # A row that failed is tried again, and so is a library alone.
+    # The last rung too, for a ratio to a library is of it.
+    todo = bench.not_on_record(cells[:1], named, without("01_coalesced"), code, plan)
+    assert todo == {problem: {"01_coalesced", "00_naive", "02_half2", "sdpa", "fa3"}}
+    # A row that failed is tried again, and a library beside the last rung.
     failed = [one for one in known if one.name != "sdpa"] + [row("sdpa", status="crashed", **nothing)]
-    assert bench.not_on_record(cells[:1], named, failed, code, plan) == {problem: {"sdpa"}}
+    assert bench.not_on_record(cells[:1], named, failed, code, plan) == {problem: {"sdpa", "02_half2"}}
     # A state that the plan wants and the record lacks.
     busy = replace(plan, sustained_seconds=1.0, sustained_names=("sdpa",), sustained_shapes=None)
     lacking = [
         one.model_copy(update={"samples": tuple(taken for taken in one.samples if taken.regime == "burst")})
         for one in known
     ]
-    assert bench.not_on_record(cells[:1], named, lacking, code, busy) == {problem: {"sdpa"}}
+    assert bench.not_on_record(cells[:1], named, lacking, code, busy) == {problem: {"sdpa", "02_half2"}}

@@ -269,8 +269,8 @@ def _left(
     """What of a run is not on record yet for this GPU, by problem.
 
     On record is what a clean commit measured with the same machine code, or library, under the same driver and
-    software, in every state that the plan wants. Where a stage is left its parent and the libraries are measured again
-    beside it, because a ratio is of one run.
+    software, in every state that the plan wants. A ratio is of one run: where a stage is left, its parent and the
+    libraries are measured again beside it, and where anything is, the last rung.
 
     Raises:
         NoGpuError: there is no GPU.
@@ -374,6 +374,8 @@ def not_on_record(
         new = [named[name].id for name in lacking if named[name].kind == "stage"]
         parents = {registry.get(stage_id).parent for stage_id in new}
         beside = {name for name in names if new and (named[name].kind == "peer" or named[name].id in parents)}
+        rungs = [name for stage_id in registry.STAGES for name in names if named[name].id == stage_id]
+        beside.update([name for name in rungs if (problem, name) in code][-1:])
         if lacking:
             left[problem] = frozenset(lacking | beside)
     return left
