@@ -184,6 +184,7 @@ def test_sass_listing(run: Run) -> None:
         (("results", "--verify", "--against-peers"), "got --against-peers"),
         (("results", "--verify", "--inputs", "zeros"), "got --inputs"),
         (("bench", "--dry-run", "--sustained-on", "fa9"), "sustained: wanted names among 00_naive"),
+        (("bench", "--dry-run", "--sustained-on", "13"), "stage: wanted a unique prefix, got '13', which begins 13_"),
     ],
 )
 def test_bad_input_is_named_with_what_works(run: Run, data: Path, arguments: tuple[str, ...], wanted: str) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flashlab.core.errors import ParameterError, UnknownStageError, refuse_unknown
+from flashlab.core.errors import ParameterError, refuse_unknown
 from flashlab.core.inputs import ALL, KINDS
 from flashlab.core.paths import DATA, require_checkout, slug
 from flashlab.core.problem import UNLIMITED, DType, Mask
@@ -44,17 +44,16 @@ def stages_in(text: str | None) -> list[str] | None:
 
 
 def stages_or_libraries_in(text: str | None) -> list[str] | None:
-    """As `names_in`: a unique prefix of a stage's id becomes that id, and other names stay.
+    """As `names_in`: a unique prefix of a stage's id becomes that id, and names that begin no id stay.
 
     Raises:
-        ParameterError: nothing but commas.
+        UnknownStageError, ParameterError: several stages begin so; nothing but commas.
     """
+    from flashlab.kernels.registry import OFF_LADDER, STAGES
 
     def known(name: str) -> str:
-        try:
-            return str(_resolve(name))
-        except UnknownStageError:
-            return name
+        prefix = name.partition("[")[0]
+        return str(_resolve(name)) if any(stage_id.startswith(prefix) for stage_id in (*STAGES, *OFF_LADDER)) else name
 
     names = names_in(text)
     return None if names is None else list(map(known, names))
