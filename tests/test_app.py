@@ -729,6 +729,30 @@ def test_check_on_the_cpu_says_what_is_wrong_with_an_edited_kernel(
     assert "8 of 16 checks failed" in result.err
 
 
+@needs_compiler
+def test_several_edited_copies_of_one_stage_are_all_checked(run: Run, tmp_path: Path) -> None:
+    text = STAGES[FIRST_STAGE].source.read_text(encoding="utf-8")
+    copies = [tmp_path / "one.cu", tmp_path / "two.cu"]
+    for copy in copies:
+        copy.write_text(text, encoding="utf-8")
+    given = [option for copy in copies for option in ("--source", f"{FIRST_STAGE}={copy}")]
+    result = run("check", "--length", "65x66", "--on", "cpu", *given, "--json")
+    assert result.code == 0, result.err
+    assert {row["stage"] for row in result.json} == {f"{FIRST_STAGE}@one", f"{FIRST_STAGE}@two"}
+
+
+def test_two_edited_copies_of_one_name_are_refused(run: Run, tmp_path: Path) -> None:
+    given: list[str] = []
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        copy = tmp_path / folder / "edited.cu"
+        copy.write_text(STAGES[FIRST_STAGE].source.read_text(encoding="utf-8"), encoding="utf-8")
+        given += ["--source", f"{FIRST_STAGE}={copy}"]
+    result = run("check", "--length", "65x66", "--on", "cpu", *given)
+    assert result.code != 0
+    assert "copies of different names" in result.err
+
+
 def test_check_goes_through_an_edited_copy_alone_where_no_stage_is_named(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -60,18 +60,20 @@ def stages_or_libraries_in(text: str | None) -> list[str] | None:
 
 
 def sources(texts: Sequence[str] | None) -> dict[str, Path]:
-    """Edited copies of stages, by stage id.
+    """Edited copies of stages, by the names of their rows.
 
     Raises:
-        ParameterError: no STAGE=FILE, or no such file.
+        ParameterError: no STAGE=FILE, no such file, or two files of one name for a stage.
         UnknownStageError: no such stage.
     """
-    files = {}
+    files: dict[str, Path] = {}
     for text in texts or ():
         stage_id, equals, file = text.partition("=")
         if not equals or not Path(file).is_file():
             raise ParameterError(f"source: wanted STAGE=FILE with a file that exists, got {text!r}")
-        files[str(_resolve(stage_id))] = Path(file).resolve()
+        name, copy = f"{_resolve(stage_id)}@{Path(file).stem}", Path(file).resolve()
+        if files.setdefault(name, copy) != copy:
+            raise ParameterError(f"source: wanted a stage's copies of different names, got {files[name]} and {copy}")
     return files
 
 

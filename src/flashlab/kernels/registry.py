@@ -462,7 +462,7 @@ def implementations(
 
     Args:
         stage_ids: the ladder where None. With values of tunables as `wmma_no_smem[COLUMN_LANES=32]`.
-        sources: edited copies of a stage's file, by stage id: beside it, as `id@file`.
+        sources: edited copies of a stage's file, by its id or by `id@file`, which is what each is named.
 
     Raises:
         UnknownStageError, ParameterError: a stage, tunable or file that is not there.
@@ -471,10 +471,11 @@ def implementations(
     for name in STAGES if stage_ids is None else stage_ids:
         stage, params = parse(name)
         named[variant_name(stage.id, params) if params else stage.id] = Implementation(id=stage.id, params=params)
-    for stage_id, source in (sources or {}).items():
+    for name, source in (sources or {}).items():
+        stage_id = get(name.partition("@")[0]).id
         if not source.is_file():
             raise ParameterError(f"source of {stage_id}: wanted a CUDA C++ file, got {source}, which is none")
-        named[f"{get(stage_id).id}@{source.stem}"] = Implementation(id=stage_id, source=source.resolve())
+        named[f"{stage_id}@{source.stem}"] = Implementation(id=stage_id, source=source.resolve())
     return named
 
 
