@@ -499,11 +499,10 @@ def test_parts_are_recorded_without_a_verdict_and_never_as_measurements(tmp_path
 def test_levers_take_turns_with_their_stage_as_it_is(tmp_path: Path) -> None:
     pytest.importorskip("scipy")
     first, second = levers.names()[:2]
-    problems = [Problem.parse("16x16x2048x64", dtype="bfloat16", mask=mask) for mask in ("full", "causal")]
     steps: list[tuple[int, int, str]] = []
     path = ablate.measure_levers(
         [first, second],
-        problems=problems,
+        instead={"shapes": ["16x16x2048x64"]},
         options=Options(
             data=tmp_path / "data", worker=fake_worker(tmp_path), progress=lambda *step: steps.append(step)
         ),

@@ -76,7 +76,7 @@ def test_a_lever_compiles_for_what_it_is_measured_on(lever: Lever, whole: bool) 
     each stage the first problem.
     """
     stage, source = registry.get(lever.stage), source_file(f"{lever.name}.cu", lever.text())
-    problems = (levers.PROBLEMS[0], levers.PROBLEMS[-1])
+    problems = (lever.problems()[0], lever.problems()[-1])
     assert all(getattr(problems[0], name) != getattr(problems[1], name) for name in ("head_dim", "mask"))
 
     def job(problem: Problem, source: Path | None) -> Job:
@@ -105,7 +105,7 @@ def test_a_lever_compiles_for_what_it_is_measured_on(lever: Lever, whole: bool) 
     [pytest.param(one, id=one.name, marks=() if one in LAST.values() else pytest.mark.exhaustive) for one in LEVERS],
 )
 def test_a_lever_leaves_the_output_right(lever: Lever) -> None:
-    problem = Problem.parse("1x2x1x200x333x64", mask="causal")
+    problem = lever.problems(shapes=["1x2x1x200x333x64"], dtype="float16", mask="causal")[-1]
     q, k, v = make_inputs(problem)
     source = source_file(f"{lever.name}.cu", lever.text())
     ran = emulate(q, k, v, causal=True, stage=lever.stage, source=source, races=True)

@@ -186,7 +186,7 @@ def split(
 def measure_levers(
     names: Sequence[str] | None = None,
     *,
-    problems: Sequence[Problem] = levers.PROBLEMS,
+    instead: Mapping[str, Any] | None = None,
     plan: Plan = LEVER_PLAN,
     options: Options = OPTIONS,
 ) -> Path | None:
@@ -196,7 +196,7 @@ def measure_levers(
 
     Args:
         names: levers; all where None or empty.
-        problems: what is computed with each.
+        instead: what `Lever.problems` takes in place of the problems that each names.
 
     Raises:
         ParameterError: no such lever, or one that does not fit its stage's source.
@@ -208,7 +208,7 @@ def measure_levers(
     groups: dict[tuple[str, Problem, tuple[tuple[str, int], ...]], dict[str, Implementation]] = {}
     for lever in chosen:
         stage = registry.get(lever.stage)
-        for problem in problems:
+        for problem in lever.problems(**(instead or {})):
             values = choice.parameters(stage, here.slug, problem, arch=here.arch)
             params = stage.parameters(problem.head_dim, values)
             title = " ".join([stage.id, problem.label, *(f"{name}={value}" for name, value in params.items())])

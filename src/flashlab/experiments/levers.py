@@ -29,8 +29,9 @@ from pydantic.dataclasses import dataclass
 
 from flashlab.build.sources import shown
 from flashlab.core.errors import ParameterError, refuse_unknown
+from flashlab.core.inputs import NORMAL, drawn
 from flashlab.core.paths import BUILD, KERNELS, writable_dir
-from flashlab.core.problem import MASKS, Problem
+from flashlab.core.problem import MASKS, DType, Mask, Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import reason
 from flashlab.record.store import write_at_once
@@ -38,10 +39,8 @@ from flashlab.record.store import write_at_once
 FOLDER = KERNELS / "levers"
 PATCHED = BUILD / "levers"
 """Where patched sources are written."""
-PROBLEMS = tuple(
-    Problem.parse(shape, dtype="bfloat16", mask=mask) for shape in ("16x16x2048x64", "16x16x2048x128") for mask in MASKS
-)
-"""What a lever is measured on."""
+SHAPES = ("16x16x2048x64", "16x16x2048x128")
+"""Where a lever is measured, under both masks."""
 AXIS = "levers"
 """The axis of levers' records (`records.Ablation`). Its levels are `AS_IT_IS` and the levers' names."""
 AS_IT_IS = "as it is"
@@ -65,7 +64,26 @@ class Lever:
     """Written before the measurement."""
     why: str = ""
     """What came of it, in words; empty where nobody has written it yet."""
+    dtype: DType = "bfloat16"
+    """What it is measured in, on the kinds of `inputs`."""
+    inputs: tuple[str, ...] = (NORMAL,)
     diff: str
+
+    def problems(
+        self,
+        *,
+        shapes: Sequence[str] | None = None,
+        dtype: DType | None = None,
+        mask: Mask | None = None,
+        inputs: Sequence[str] | None = None,
+    ) -> tuple[Problem, ...]:
+        """What it is measured on; what is given takes the place of its own."""
+        return tuple(
+            Problem.parse(shape, dtype=dtype or self.dtype, mask=of_mask, inputs=drawn(kind))
+            for shape in shapes or SHAPES
+            for of_mask in ([mask] if mask else MASKS)
+            for kind in inputs or self.inputs
+        )
 
     def changed_lines(self) -> tuple[int, int]:
         """How many lines it adds, and how many it takes away."""

@@ -33,7 +33,7 @@ def ablate(
     shape: opt.Shapes = None,
     dtype: opt.OneDType = None,
     mask: opt.OneMask = None,
-    inputs: opt.Inputs = NORMAL,
+    inputs: opt.Inputs = None,
     samples: opt.Samples = None,
     resume: opt.Resume = False,
     listed: Annotated[bool, typer.Option("--list", help="Say which there are, and measure nothing.")] = False,
@@ -42,8 +42,8 @@ def ablate(
 ) -> None:
     """Change one thing in a stage at a time, on the GPU, and append every level to data/<gpu>/ablations/.
 
-    An axis is measured on non-causal float16, where nothing else is asked for. A lever names the problems that it is
-    measured on; --shape, --dtype and --mask put others in their place.
+    An axis is measured on non-causal float16 and normal inputs, where nothing else is asked for. A lever names what it
+    is measured on; --shape, --dtype, --mask and --inputs put others in their place.
     """
     from flashlab.experiments import ablation, levers
     from flashlab.experiments import effects as analysis
@@ -55,19 +55,13 @@ def ablate(
     kinds = [drawn(kind) for kind in kinds_in(inputs or NORMAL)]
     if of_source:
         chosen = levers.choose(axes)
-        instead = [
-            replace(named, dtype=dtype or of.dtype, mask=mask or of.mask, inputs=kind)
-            for of in levers.PROBLEMS
-            for named in (map(Problem.parse, shape) if shape else (of,))
-            for kind in kinds
-        ]
-        problems = list(dict.fromkeys(instead))
+        instead: dict[str, Any] = {"shapes": shape, "dtype": dtype, "mask": mask, "inputs": kinds if inputs else None}
         if listed:
-            rows = [{**asdict(lever), "problems": [of.label for of in problems]} for lever in chosen]
+            rows = [{**asdict(of), "problems": [problem.label for problem in of.problems(**instead)]} for of in chosen]
             columns: dict[str, Any] = {key: key for key in ("name", "stage", "question")}
             answer(rows, columns | {"problems": lambda row: "; ".join(row["problems"])})
             return
-        measure = partial(ablation.measure_levers, [lever.name for lever in chosen], problems=problems)
+        measure = partial(ablation.measure_levers, [lever.name for lever in chosen], instead=instead)
         effects, plan = analysis.lever_effects, ablation.LEVER_PLAN
     else:
         levels = ablation.choose(axes)
