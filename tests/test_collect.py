@@ -74,6 +74,17 @@ def test_runs_are_taken_over_once(tmp_path: Path) -> None:
         collect([tmp_path / "third"], new, commit="fedcba9")
 
 
+def test_runs_that_came_without_their_checksums_are_taken_once_repaired(tmp_path: Path) -> None:
+    other = elsewhere(tmp_path / "other")
+    for name in ("CHECKSUMS", "machine.json"):
+        (other / SLUG / name).unlink()
+    with pytest.raises(DamagedRecordError, match=r"not listed in CHECKSUMS\n") as refusal:
+        collect([other], tmp_path / "data")
+    assert f"`flashlab repair --data {other}`" in str(refusal.value)
+    store.repair(SLUG, other)
+    assert [one.taken for one in collect([other], tmp_path / "data")] == [(f"runs/{OTHER}.jsonl",)]
+
+
 @pytest.mark.parametrize(
     ("harm", "words"),
     [

@@ -49,7 +49,8 @@ def collect(folders: Sequence[Path], data: Path = DATA, *, commit: str = "") -> 
     for source in (gpu for folder in folders for gpu in _gpus_in(folder)):
         gpu = source.name
         if damage := store.verify(gpu, source.parent):
-            raise DamagedRecordError(_refused(source, "sound records", damage))
+            works = f"`flashlab repair --data {source.parent}` makes what a copy left out, and names what was changed"
+            raise DamagedRecordError(f"{_refused(source, 'sound records', damage)}. {works}")
         files = [path for path in store.record_files(gpu, source.parent) if path.suffix == ".jsonl"]
         files = [path for path in files if f"-{commit[:7]}" in path.stem]
         here = {path: data / gpu / path.relative_to(source) for path in files}
