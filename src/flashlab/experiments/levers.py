@@ -6,6 +6,8 @@
     question = "One sentence?"
     prediction = "Written before the measurement."
     why = "The result; may come later."
+    dtype = "float16"               # what it is measured in, where not bfloat16
+    inputs = ["normal", "scale10"]  # and on, where not on normal inputs alone
 
     --- a/kernels/dead_ends/13_overlap.cu
     +++ b/kernels/dead_ends/13_overlap.cu
