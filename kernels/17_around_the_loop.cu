@@ -25,6 +25,10 @@ constexpr int NUM_SCORES = TILE_KV / 2;    // of a tile, per thread
 constexpr bool ROUND_EARLY = HEAD_DIM == PANEL && PINGPONG;              // before the range check; a move rounds again
 constexpr bool FIRST_APART = HEAD_DIM == PANEL && !WINDOW && (CAUSAL || PINGPONG);   // a work tile's first K/V tile has its own code
 constexpr bool MOVE_APART = HEAD_DIM == PANEL && CAUSAL && !PINGPONG;    // a move's path rounds P itself, and lies outside the loop
+// Where a move is counted: in shared memory until the block ends, or by the caller's counter at once; and before or after scores that are
+// computed again.
+constexpr bool COUNT_IN_SHARED = HEAD_DIM != PANEL || CAUSAL;
+constexpr bool COUNT_LAST = HEAD_DIM == PANEL && CAUSAL;
 constexpr bool IN_SPANS = FIRST_APART && PINGPONG;   // of a first tile that the mask cuts, only some columns are compared
 constexpr int ONES = 8;                    // columns of ones: the fewest that an instruction's N can grow by
 constexpr int O_COLUMNS = HEAD_DIM + ONES;
@@ -56,6 +60,7 @@ struct SharedStorage {
   ptx::Mbarrier K_full[PIPELINE_STAGES], K_empty[PIPELINE_STAGES];   // full: the tile has come; empty: every consumer warp is done
   ptx::Mbarrier V_full[PIPELINE_STAGES], V_empty[PIPELINE_STAGES];
   ptx::Mbarrier work_known[Q_STAGES];                                // `work` is there, its Q on its way
+  unsigned moves, ended;                                             // lanes of warps whose rows moved; consumer warps that are done
 };
 static_assert(sizeof(SharedStorage) <= BLOCK_SMEM_BYTES, "the tiles must fit into shared memory: fewer keys, rows or stages");
 constexpr int V_STAGE_BYTES = sizeof(SharedStorage::V) / PIPELINE_STAGES;
@@ -394,12 +399,20 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     rows.sum[1] += sum[1];
     if (!rounded) round_P<TILE_KV>(P_reg, S_reg);
   };
+  // A warp's rows move.
+  const auto count_move = [&]() {
+    if constexpr (COUNT_IN_SHARED) {
+      atomicAdd(&smem.moves, 1u);   // by every lane, which is one instruction and no branch
+    } else {
+      count_fallback<0>(p, lane);
+    }
+  };
   // The end of a tile's softmax. Rows of which a lane's sum is out of range are brought to 2^SETTLED first. With `early`, P is rounded
   // before that is known, where the rounding of some scores runs beside the exponentials of others, and rounded again where rows move.
   const auto finish_tile = [&](float (&sum)[HALVES], int tile, const Visible& visible, bool early) {
     if (early) round_P<TILE_KV>(P_reg, S_reg);
     if (__any_sync(FULL_WARP, !(sum[0] < SUM_LIMIT && sum[1] < SUM_LIMIT))) {
-      count_fallback<0>(p, lane);
+      if constexpr (!COUNT_LAST) count_move();
       bool any_over[HALVES], lost[HALVES];
       int powers[HALVES];
 #pragma unroll
@@ -421,6 +434,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
         scores_again(S_reg, O_reg, rows, sum, lost, Q_reg, Q_smem, own(), current(), tile, visible, warp, lane);
         if (early) round_P<TILE_KV>(P_reg, S_reg);
       }
+      if constexpr (COUNT_LAST) count_move();
       if constexpr (MOVE_APART) {
         add_and_round(sum, false);
         return;
@@ -614,6 +628,13 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     leave(done);
   }
   if constexpr (ALIGNED && !WIDE) output_copied(lane);
+  if constexpr (COUNT_IN_SHARED) {
+    if (p.fallbacks && lane == 0) {   // the last of the block's consumer warps says how many tiles moved
+      __threadfence_block();
+      const unsigned warps = atomicAdd(&smem.ended, 1u) + 1;
+      if (warps == NUM_CONSUMERS * WARPGROUP_WARPS) atomicAdd(&p.fallbacks[0], atomicAdd(&smem.moves, 0u) / WARP);
+    }
+  }
   ProductTurns::end(consumer);
 }
 
@@ -625,7 +646,10 @@ attention_17_around_the_loop(const __grid_constant__ AttentionParams p, const __
   const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);   // by a shuffle, so that ptxas sees one for a warp
   const int thread = threadIdx.x % WARPGROUP;
 
-  if (threadIdx.x == 0) init_barriers(smem);
+  if (threadIdx.x == 0) {
+    init_barriers(smem);
+    if constexpr (COUNT_IN_SHARED) smem.moves = smem.ended = 0;
+  }
   if constexpr (SHARED_ONES) {
     for (int i = threadIdx.x; i < WGMMA_STEP * PANEL; i += THREADS) smem.ones[i] = from_float<element>(1.0f);
   } else {
