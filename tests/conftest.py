@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import os
+import re
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -76,7 +79,24 @@ NEXT = ("test_tune.py",)
 """Files of which one test compiles many kernels: they begin after those, and before all others."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _part(text: str) -> tuple[int, int]:
+    """K and N of `K/N`."""
+    matched = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text)
+    if matched is None or int(matched[1]) > int(matched[2]):
+        raise argparse.ArgumentTypeError(f"wanted K/N, such as 2/5, got {text!r}")
+    return int(matched[1]), int(matched[2])
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", metavar="K/N", type=_part, help="run the K-th of N parts of the selected tests alone")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := config.getoption("part"):
+        number, parts = part
+        others = {item for item in items if zlib.crc32(item.nodeid.encode()) % parts != number - 1}
+        config.hook.pytest_deselected(items=list(others))
+        items[:] = [item for item in items if item not in others]
     order = {HERE / name: i for i, name in enumerate((*SLOW, *NEXT))}
     items.sort(key=lambda item: order.get(item.path, len(order)))
     for item in items:

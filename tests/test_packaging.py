@@ -10,6 +10,7 @@ import stat
 import subprocess
 import sys
 import tomllib
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -350,19 +351,49 @@ def test_scripts_can_be_run() -> None:
 
 
 def test_ci_runs_every_test() -> None:
-    """`make test` by one side of a marker, then `make test-all` by the other, unless the first was slow; and at last
-    the files some of whose tests want torch, which is installed for them."""
+    """`make test` by one side of a marker, then a part of the other by `make test-all`; and at last the files some of
+    whose tests want torch, which is installed for them."""
     makefile, ci = ((ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", ".ci/run"))
-    ran = re.findall(r"^ *make (\S+)(?: ARGS='-m (.+?)')?", ci, re.MULTILINE)
-    assert ran == [("lint", ""), ("test", ""), ("test-all", "exhaustive"), ("test", "")]
+    ran = re.findall(r"^ *make (\S+)(?: ARGS=\"(.*?)(?:\"|\$\())?", ci, re.MULTILINE)
+    assert ran == [("lint", ""), ("test", ""), ("test-all", "-m exhaustive --part $part/5"), ("test", "")]
     assert re.search(r"^if scripts/install\.sh dev transformers; then\n    make test ARGS=.+importorskip", ci, re.M)
-    assert re.search(
-        r"^if \(\(SECONDS < \d+\)\); then\n    make test-all .+\nelse\n    echo .left out: make test-all ", ci, re.M
-    )
     recipes = dict(re.findall(r"^([a-z-]+): .*\n\t@(.*pytest|.*PYTEST.*)$", makefile, re.IGNORECASE | re.MULTILINE))
     assert "-m 'not exhaustive'" in recipes["test"]
     assert " -m " not in recipes["test-all"]
     assert "not exhaustive" in recipes["test-fast"]
+
+
+def test_a_commit_on_ci_has_one_of_five_parts() -> None:
+    """Whatever its hash, and every part is some commit's."""
+    line = next(line for line in (ROOT / ".ci" / "run").read_text(encoding="utf-8").splitlines() if "part=" in line)
+    parts = set()
+    for commit in ("0000000", "0000001", "0000002", "0000003", "0000004", "fffffff", "08a9b3e"):
+        script = f"git() {{ echo {commit}; }}\n{line}\necho $part"
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True)
+        parts.add(int(done.stdout))
+    assert parts == {1, 2, 3, 4, 5}
+
+
+def test_the_parts_of_the_tests_are_all_of_them() -> None:
+    """Each test is in one part: `--part 1/3` to `--part 3/3` select what no `--part` does."""
+
+    def selected(*options: str) -> list[str]:
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *options]
+        done = subprocess.run([*command, "tests/test_statistics.py"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return [line for line in done.stdout.splitlines() if "::" in line]
+
+    parts = [selected("--part", f"{number}/3") for number in (1, 2, 3)]
+    assert all(parts)
+    assert sorted(chain(*parts)) == sorted(selected())
+
+
+@pytest.mark.parametrize("wrong", ["0/3", "4/3", "3"])
+def test_a_part_that_is_none_is_refused(wrong: str) -> None:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "--part", wrong, "tests/test_statistics.py"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 4, done.stdout
+    assert f"wanted K/N, such as 2/5, got '{wrong}'" in done.stderr
 
 
 def test_workflow_and_hooks_run_what_there_is() -> None:
