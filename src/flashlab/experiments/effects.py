@@ -310,10 +310,9 @@ def _chart(rows: Sequence[tuple[str, str, Effect, Estimate | None]], *, name: st
         assert drawn is not None
         look = looks.get(effect.verdict, "first" if effect.is_first else "plain") if ratio else "plain"
         groups.setdefault(group, []).append((title, drawn, look))
-    shown, folder = [effect for _, _, effect, _ in rows], "ablations" if ratio else "parts"
-    files = {f"{record.gpu.slug}/{folder}/{record.run}.jsonl" for effect in shown for record in _records(effect)}
-    text |= {"provenance": _caption(shown)}
-    return intervals(groups, name=name, ratio=ratio, data_files=tuple(sorted(files)), **text)
+    shown = [effect for _, _, effect, _ in rows]
+    files = select.run_files(record for effect in shown for record in _records(effect))
+    return intervals(groups, name=name, ratio=ratio, data_files=files, provenance=_caption(shown), **text)
 
 
 def _share(effect: Effect) -> Estimate | None:

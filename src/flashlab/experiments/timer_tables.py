@@ -263,7 +263,6 @@ def timers_chart(pools: Sequence[Reading]) -> Chart:
     compared = comparisons(bursts)
     if not compared:
         raise NoDataError.of("readings by other timers beside CUDA events", "flashlab method")
-    gpu = bursts[0].gpu
     series: dict[str, dict[str, tuple[float, float, float]]] = {}
     for comparison in sorted(compared, key=lambda comparison: (-comparison.ours.problem.flops, comparison.other.timer)):
         gain = comparison.ratio.percent_gain()
@@ -276,9 +275,9 @@ def timers_chart(pools: Sequence[Reading]) -> Chart:
         axis="percent over CUDA events",
         within=100 * AGREE,
         caption=f"Other timers' medians beside those of CUDA events, with 95 % intervals. The band is ±{AGREE:.0%}.",
-        provenance=f"{gpu.name} · burst · {', '.join(map(select.date, runs))} · commit "
+        provenance=f"{bursts[0].gpu.name} · burst · {', '.join(map(select.date, runs))} · commit "
         + ", ".join(map(select.commit_label, runs)),
-        data_files=tuple(f"{gpu.slug}/readings/{run}.jsonl" for run in runs),
+        data_files=select.run_files(bursts),
     )
 
 
