@@ -19,7 +19,7 @@ from flashlab.core.errors import CheckFailedError, NoDataError, ParameterError
 from flashlab.core.inputs import ALL, NORMAL, drawn
 from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import DATA
-from flashlab.core.problem import DTYPES, FIRST_SHAPE, MASKS, SUITES, DType, Mask, Problem, matching
+from flashlab.core.problem import DTYPES, FIRST_SHAPE, MASKS, SUITES, DType, Problem, matching
 from flashlab.core.problem import suite as suite_of
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def bench(
     if shape and suite:
         raise ParameterError(f"--shape: wanted no --suite beside it, whose place it takes, got --suite {suite}")
     suite = "" if shape else suite or "first"
-    suited = _suited(suite, shape, dtype, mask)
+    at = [Problem.parse(text, dtype=of, mask=under) for text in shape or () for of in DTYPES for under in MASKS]
+    suited = matching(at or suite_of(suite), dtype=dtype, mask=mask)
     asked = opt.features(window, softcap) if window or softcap else {}
     kinds = kinds_in(inputs or (ALL if suite == "inputs" else NORMAL))
     chosen = matching(suited, head_dim=head_dim, q_len=length)
@@ -116,12 +117,6 @@ def bench(
         answer_nothing()
     else:
         _show_run(path)
-
-
-def _suited(suite: str, shapes: Sequence[str] | None, dtype: DType | None, mask: Mask | None) -> list[Problem]:
-    """The problems of a suite or, without one, of shapes, in every type and under every mask unless one is given."""
-    at = [Problem.parse(text, dtype=of, mask=under) for text in shapes or () for of in DTYPES for under in MASKS]
-    return matching(suite_of(suite) if suite else at, dtype=dtype, mask=mask)
 
 
 def _stages(named: list[str] | None, suite: str, problems: Sequence[Problem], dead_ends: bool) -> list[str] | None:

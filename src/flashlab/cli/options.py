@@ -118,24 +118,13 @@ def _of_checkout(data: Path) -> Path:
     return data
 
 
-STAGE = typer.Argument(
-    metavar="STAGE",
-    callback=_resolve,
-    autocompletion=_complete,
-    help="A stage's id or a unique prefix of it; ID[NAME=VALUE] with values of its tunables.",
-)
-BARE_STAGE = typer.Argument(
-    metavar="STAGE", callback=_resolve, autocompletion=_complete, help="A stage's id or a unique prefix of it."
-)
-StageIds = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="STAGE",
-        callback=_resolve,
-        autocompletion=_complete,
-        help="Stage ids, or unique prefixes of them; all where none is given.",
-    ),
-]
+def _stage(help_text: str) -> Any:
+    return typer.Argument(metavar="STAGE", callback=_resolve, autocompletion=_complete, help=help_text)
+
+
+STAGE = _stage("A stage's id or a unique prefix of it; ID[NAME=VALUE] with values of its tunables.")
+BARE_STAGE = _stage("A stage's id or a unique prefix of it.")
+StageIds = Annotated[list[str] | None, _stage("Stage ids, or unique prefixes of them; all where none is given.")]
 Stages = Annotated[
     str | None,
     typer.Option(

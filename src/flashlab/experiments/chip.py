@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 from flashlab.build import sass
 from flashlab.build.compiler import Cubin, compile_file
@@ -41,9 +41,6 @@ ARCH = "sm_90a"
 LAUNCHES = 5
 """On one SM, and as many on all."""
 
-Group = Literal["unit", "latency", "wgmma", "issue", "softmax", "overlap", "loop"]
-Unit = Literal["ops/clk/SM", "FLOP/clk/SM", "clk", "clk/score"]
-
 _WORDS = 3
 """Words that every warp reports before its stamps: clock before, clock after, times round the loop."""
 _INPUT_BYTES = 1 << 20
@@ -54,11 +51,12 @@ class Case:
     """One kernel with its macros, and what to make of the clocks it reports."""
 
     name: str
-    group: Group
+    group: str
+    """As `ChipReading` has it, and the unit."""
     kernel: str
     """File of kernels/chip, without its suffix."""
     threads: int
-    unit: Unit
+    unit: str
     how: str
     """What it does, for people."""
     per_pass: float = 1.0
@@ -300,26 +298,21 @@ def measure(
             together = [
                 median(block.value for block in launched(case, function, info.sm_count)) for _ in range(launches)
             ]
-            of_code: dict[str, Any] = {
-                "sha256": cubin.sha256,
-                "registers": cubin.resources.registers,
-                "opcodes": opcodes,
-            }
-            store.append(book.path, ChipReading(**book.header(), **of_code, **_reading(case, alone, together)))
+            reading = ChipReading(
+                **book.header(),
+                **{name: getattr(case, name) for name in ("name", "group", "unit", "how", "kernel", "repeats")},
+                defines=case.macros,
+                sha256=cubin.sha256,
+                registers=cubin.resources.registers,
+                opcodes=opcodes,
+                value=median(block.value for block in alone),
+                one_sm=tuple(block.value for block in alone),
+                all_sms=tuple(together),
+                beside=tuple(block.beside for block in alone if block.beside is not None),
+                stamps=alone[-1].stamps,
+            )
+            store.append(book.path, reading)
         return book.path
-
-
-def _reading(case: Case, alone: Sequence[Block], together: Sequence[float]) -> dict[str, Any]:
-    """What a record says of a case and its launches: the block on one SM, and the medians of those on all."""
-    return {
-        **{name: getattr(case, name) for name in ("name", "group", "unit", "how", "kernel", "repeats")},
-        "defines": case.macros,
-        "value": median(block.value for block in alone),
-        "one_sm": tuple(block.value for block in alone),
-        "all_sms": tuple(together),
-        "beside": tuple(block.beside for block in alone if block.beside is not None),
-        "stamps": alone[-1].stamps,
-    }
 
 
 def newest(gpu_slug: str, data: Path = DATA) -> dict[str, ChipReading]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,21 +18,16 @@ Readings = Mapping[str, ChipReading]
 """As `chip.newest` gives them."""
 
 
-def _page(write: Callable[[Readings], str]) -> Callable[[Readings], str]:
-    """A table of a GPU's newest readings, and where they come from."""
-
-    @wraps(write)
-    def page(readings: Readings) -> str:
-        return f"{write(readings)}\n*{source(readings.values())}*\n"
-
-    return page
-
-
 def source(readings: Iterable[ChipReading]) -> str:
     """Which GPU, when, which commit."""
     newest = max(readings, key=lambda reading: reading.run)
     commit = newest.source.commit[:7] + (" and uncommitted changes" if newest.source.dirty else "")
     return f"{newest.gpu.name} · {newest.time[:10]} · commit {commit}"
+
+
+def _sourced(columns: Sequence[Column], rows: Iterable[Any], readings: Readings) -> str:
+    """A table of a GPU's newest readings, and where they come from."""
+    return f"{table(columns, rows)}\n*{source(readings.values())}*\n"
 
 
 def _grid(
@@ -47,7 +41,8 @@ def _grid(
     def reading(name: str) -> Callable[[Mapping[str, str]], float | None]:
         return lambda row: measured.value if (measured := readings.get(name.format_map(row))) else None
 
-    return table([*text, *(Column(header, reading(name), **how) for header, name in values.items())], list(rows))
+    columns = [*text, *(Column(header, reading(name), **how) for header, name in values.items())]
+    return _sourced(columns, rows, readings)
 
 
 def _spoken(name: str) -> str:
@@ -66,7 +61,6 @@ def _difference(predicted: float | None, measured: float | None) -> str | None:
     return f"{100 * (predicted / measured - 1):+.0f} %" if predicted and measured else None
 
 
-@_page
 def units(readings: Readings) -> str:
     """What each unit does per cycle, by warps, and its latency, as a Markdown table."""
     rows = [{"name": name.removesuffix("_16_warps")} for name in readings if name.endswith("_16_warps")]
@@ -75,9 +69,8 @@ def units(readings: Readings) -> str:
     return _grid(readings, rows, columns, {**by_warps, "latency, cycles": "{name}_latency"})
 
 
-@_page
-def _wgmma(readings: Readings) -> str:
-    """FLOP per cycle and SM of wgmma, by width and warpgroups."""
+def wgmma(readings: Readings, *, ceilings: Mapping[str, Ceiling]) -> str:
+    """FLOP per cycle and SM of wgmma, by width and warpgroups, and of mma.sync beside them, as a Markdown table."""
     rows = [
         {"from": source, "how": how, "groups": groups, "end": f"{groups}wg_{where}{suffix}"}
         for where, source in (("ss", "shared memory"), ("rs", "registers"))
@@ -85,12 +78,8 @@ def _wgmma(readings: Readings) -> str:
         for groups in "123"
     ]
     columns = [Column("A from", "from"), Column("wgmma", "how", left=True), Column("warpgroups", "groups")]
-    return _grid(readings, rows, columns, {f"n{width}": f"wgmma_n{width}_{{end}}" for width in (64, 128, 192, 256)})
-
-
-def wgmma(readings: Readings, *, ceilings: Mapping[str, Ceiling]) -> str:
-    """FLOP per cycle and SM of wgmma, by width and warpgroups, and of mma.sync beside them, as a Markdown table."""
-    text = _wgmma(readings)
+    by_width = {f"n{width}": f"wgmma_n{width}_{{end}}" for width in (64, 128, 192, 256)}
+    text = _grid(readings, rows, columns, by_width)
     try:
         rates = rates_of(readings, ceilings)
     except NoDataError:
@@ -103,7 +92,6 @@ def wgmma(readings: Readings, *, ceilings: Mapping[str, Ceiling]) -> str:
     )
 
 
-@_page
 def issue(readings: Readings) -> str:
     """What issuing wgmma costs, and when they are done, as a Markdown table."""
     columns = [
@@ -116,17 +104,16 @@ def issue(readings: Readings) -> str:
         Column("cycles each", lambda reading: reading.stamps[-2] / (len(reading.stamps) - 1)),
         Column("done after, cycles", lambda reading: reading.stamps[-1]),
     ]
-    return table(columns, [r for r in readings.values() if r.group == "issue" and not r.defines["EACH"]])
+    rows = [r for r in readings.values() if r.group == "issue" and not r.defines["EACH"]]
+    return _sourced(columns, rows, readings)
 
 
-@_page
 def latencies(readings: Readings) -> str:
     """Cycles of handovers and copies, as a Markdown table."""
     columns = [Column("step", "how"), Column("cycles", "value")]
-    return table(columns, [reading for reading in readings.values() if reading.kernel == "latency"])
+    return _sourced(columns, [reading for reading in readings.values() if reading.kernel == "latency"], readings)
 
 
-@_page
 def beside(readings: Readings) -> str:
     """What runs beside wgmma, and what either loses, as a Markdown table."""
     rows = []
@@ -153,10 +140,9 @@ def beside(readings: Readings) -> str:
         Column("keeps", lambda row: _percent(row["beside"], row["alone"])),
         Column("wgmma keeps", lambda row: _percent(row["pair"], row["free"])),
     ]
-    return table(columns, rows)
+    return _sourced(columns, rows, readings)
 
 
-@_page
 def softmaxes(readings: Readings) -> str:
     """Cycles per score of softmax mixes alone, by warps a scheduler, as a Markdown table."""
     ending = "_1_warps"
@@ -167,7 +153,6 @@ def softmaxes(readings: Readings) -> str:
     return _grid(readings, rows, [Column("cycles per score", "name", _spoken)], by_warps, form=_clocks)
 
 
-@_page
 def loops(readings: Readings) -> str:
     """Cycles per score of inner loops that are GEMMs and softmax alone, as a Markdown table, the shortest first."""
     clock = next(iter(readings.values())).gpu.max_sm_clock_mhz
@@ -197,7 +182,7 @@ def loops(readings: Readings) -> str:
         Column("TFLOP/s at the highest clock", tflops),
     ]
     loops = [reading for reading in readings.values() if reading.group == "loop"]
-    return table(columns, sorted(loops, key=lambda reading: (reading.defines["HEAD_DIM"], reading.value)))
+    return _sourced(columns, sorted(loops, key=lambda r: (r.defines["HEAD_DIM"], r.value)), readings)
 
 
 def _clock(prediction: Prediction) -> str:

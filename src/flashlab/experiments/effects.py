@@ -36,7 +36,7 @@ from flashlab.record import schema, store
 from flashlab.record.schema import Ablation, Part, Samples
 from flashlab.show.charts import Chart, Interval, Look, intervals
 from flashlab.show.pages import Output, data_links, indent, stage_link
-from flashlab.show.tables import Column, code, markdown, prose, table
+from flashlab.show.tables import Cell, Column, code, markdown, prose, table
 
 LEVER_NOT_MEASURED = "Not measured yet: `flashlab ablate --levers` on a Hopper GPU does it."
 _PART_TITLES = {"qk": "Q·K", "softmax": "softmax", "pv": "P·V", "memory": "memory"}
@@ -310,10 +310,9 @@ def _chart(rows: Sequence[tuple[str, str, Effect, Estimate | None]], *, name: st
         assert drawn is not None
         look = looks.get(effect.verdict, "first" if effect.is_first else "plain") if ratio else "plain"
         groups.setdefault(group, []).append((title, drawn, look))
-    shown, folder = [effect for _, _, effect, _ in rows], "ablations" if ratio else "parts"
-    files = {f"{record.gpu.slug}/{folder}/{record.run}.jsonl" for effect in shown for record in _records(effect)}
-    text |= {"provenance": _caption(shown)}
-    return intervals(groups, name=name, ratio=ratio, data_files=tuple(sorted(files)), **text)
+    shown = [effect for _, _, effect, _ in rows]
+    files = select.run_files(record for effect in shown for record in _records(effect))
+    return intervals(groups, name=name, ratio=ratio, data_files=files, provenance=_caption(shown), **text)
 
 
 def _share(effect: Effect) -> Estimate | None:
@@ -377,13 +376,13 @@ _LEVERS = (
     Column("spilled B", "1.record.cubin.spill_store_bytes"),
 )
 _PARTS = (
-    Column("stage", "stage", code),
-    Column("problem", "problem", left=True),
-    Column("left out", "part", left=True),
-    Column("µs", "time_us", _MICROSECONDS),
-    Column("share, % (95 %)", "share"),
-    Column("starts", "starts"),
-    *(Column(column.header, column.header) for column in _RESOURCES),
+    Column("stage", "group", code),
+    Column("problem", "record.problem.sizes", left=True),
+    Column("left out", lambda effect: _PART_TITLES.get(effect.name, effect.name), left=True),
+    Column("µs", "median_us", _MICROSECONDS),
+    Column("share, % (95 %)", lambda effect: _with_interval(_share(effect), "{:.1f}")),
+    Column("starts", _starts),
+    *_RESOURCES,
 )
 
 
@@ -412,18 +411,14 @@ def lever_table(shown: Sequence[Effect], name: str) -> str:
 
 def split_table(shown: Sequence[Effect]) -> str:
     """Every stage's time without each part, and the share that goes with it, as a Markdown table."""
-    rows: list[dict[str, object]] = []
-    for (stage, problem), parts in grouped(shown, lambda effect: (effect.group, effect.record.problem)).items():
-        row: dict[str, object] = {"stage": stage, "problem": problem.sizes}
-        for effect in parts:
-            cells = {"part": _PART_TITLES.get(effect.name, effect.name), "time_us": effect.median_us}
-            cells |= {column.header: column.value(effect) for column in _RESOURCES}
-            rows.append({**row, **cells, "share": _with_interval(_share(effect), "{:.1f}"), "starts": _starts(effect)})
+    rows: list[list[Cell]] = []
+    for parts in grouped(shown, lambda effect: (effect.group, effect.record.problem)).values():
+        rows += [[column.cell(effect) for column in _PARTS] for effect in parts]
         if any(effect.name == list(PARTS)[-1] for effect in parts):
             total = sum(share.value for share in map(_share, parts) if share)
-            empty = dict.fromkeys(["time_us", "starts", *(column.header for column in _RESOURCES)])
-            rows.append({**row, **empty, "part": "sum of the shares", "share": f"{total:.1f}"})
-    return table(_PARTS, rows)
+            sums: dict[str, Cell] = {"left out": "sum of the shares", "share, % (95 %)": f"{total:.1f}"}
+            rows.append([*rows[-1][:2], *(sums.get(column.header) for column in _PARTS[2:])])
+    return markdown([column.header for column in _PARTS], rows, left=3)
 
 
 # --- Measured again ---------------------------------------------------------------------------------------------------
@@ -472,11 +467,6 @@ def _agreed(title: str, repeated: Sequence[Effect]) -> list[str | int]:
 # --- The pages --------------------------------------------------------------------------------------------------------
 
 
-def method_page(out: Output, shown: select.Results, data: Path) -> None:
-    """Whether effects measured again agree."""
-    out.snippet("agreement.md", agreement(shown.gpu, data))
-
-
 def levers_page(out: Output, shown: select.Results, data: Path) -> None:
     """Every lever: its question, its diff, what was expected and the result on each GPU that it was measured on."""
     page = "levers.md"
@@ -508,4 +498,7 @@ def levers_page(out: Output, shown: select.Results, data: Path) -> None:
     out.snippet("levers.md", "\n\n".join(part for part in parts if part))
 
 
-PAGES = {"levers": levers_page, "method": method_page}
+PAGES = {
+    "levers": levers_page,
+    "method": lambda out, shown, data: out.snippet("agreement.md", agreement(shown.gpu, data)),
+}

@@ -212,26 +212,6 @@ class Records:
         """Those of `measurements` that are right and have a time."""
         return [row for row in self.measurements if row.status == "ok" and times_us(row)]
 
-    def of(self, problem: Problem, names: Sequence[str]) -> Starts:
-        """Stages or libraries at a problem, each start's of one run."""
-        rows = (row for row in self.timed if row.problem == problem)
-        return by_start(rows, lambda row: row.name, names, _bench(problem, names))
-
-    def levels(self, axis: str, operands: Sequence[str]) -> Starts:
-        """Levels of an ablation at the first shape, all else the stage's defaults, each start's of one run."""
-        levels = [
-            _level(name, {**registry.get(name).parameters(FIRST.head_dim), **values})
-            for name, values in map(split, operands)
-        ]
-        on_axis = (row for row in self.rows("ablations") if row.axis == axis and row.status == "ok")
-        rows = [row for row in on_axis if row.problem == FIRST]
-        return by_start(rows, lambda row: _level(row.stage, row.parameters), levels, f"flashlab ablate {axis}")
-
-    def parts(self, problem: Problem, name: str) -> Starts:
-        """A stage without each part of its work, the whole stage first, each start's of one run."""
-        rows = [row for row in self.rows("parts") if (row.stage, row.problem) == (name, problem)]
-        return by_start(rows, lambda row: row.left_out, tuple(ablation.PARTS), f"flashlab split {name}")
-
     def fastest(self, problem: Problem, condition: str = "") -> Row:
         """The fastest stage of the ladder that a condition holds for."""
         rows = select.select([row for row in self.measurements if row.problem == problem], {}, select.LADDER)
@@ -242,9 +222,20 @@ class Records:
         return min(able, key=median_us)
 
     def named(self, entry: Entry, group: Sequence[str]) -> Starts:
-        """What a group of an entry's names stands for."""
-        if any("[" in name for name in group):
-            return self.levels(entry.axis, group)
+        """What a group of an entry's names stands for, each start's of one run."""
+        if any("[" in name for name in group):  # levels of an ablation, all else the stage's defaults
+            levels = [
+                _level(name, {**registry.get(name).parameters(FIRST.head_dim), **values})
+                for name, values in map(split, group)
+            ]
+            at_first = (row for row in self.rows("ablations") if row.axis == entry.axis and row.problem == FIRST)
+            rows = [row for row in at_first if row.status == "ok"]
+            command = f"flashlab ablate {entry.axis}"
+            return by_start(rows, lambda row: _level(row.stage, row.parameters), levels, command)
+        if entry.quantity == "time_shares":  # a stage without each part of its work, the whole stage first
+            (name,) = group
+            rows = [row for row in self.rows("parts") if (row.stage, row.problem) == (name, entry.problem)]
+            return by_start(rows, lambda row: row.left_out, tuple(ablation.PARTS), f"flashlab split {name}")
         if ceilings.CEILINGS.keys() >= set(group):
             limits = (row for row in self.rows("runs") if isinstance(row, Ceiling))
             return by_start(limits, lambda row: row.name, group, "flashlab bench --suite smoke")
@@ -255,7 +246,8 @@ class Records:
             self.fastest(entry.problem, name.partition(":")[2]).name if name.startswith(FASTEST) else name
             for name in group
         ]
-        return self.of(entry.problem, names)
+        rows = [row for row in self.timed if row.problem == entry.problem]
+        return by_start(rows, lambda row: row.name, names, _bench(entry.problem, names))
 
 
 CONDITIONS: Mapping[str, Callable[[Measurement], bool]] = {
@@ -477,7 +469,7 @@ def causal_speedup(records: Records, entry: Entry) -> Finding:
 @_quantity()
 def time_shares(records: Records, entry: Entry) -> Finding:
     """Percent of a stage's time that goes when a part of its work is left out, for each part."""
-    starts = records.parts(entry.problem, entry.operands[0])
+    starts = records.named(entry, entry.operands)
 
     def share(whole_us: Any, without_us: Any, axis: int) -> Any:
         return 1 - median(without_us, axis) / median(whole_us, axis)

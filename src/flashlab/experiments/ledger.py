@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from time import perf_counter_ns
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import ConfigDict, ValidationInfo, field_validator
+from pydantic import BeforeValidator, ConfigDict, ValidationInfo, field_validator
 
 from flashlab.core.errors import DamagedRecordError, NoDataError, ParameterError
 from flashlab.core.facts import Facts
@@ -118,9 +118,9 @@ class Claim(Facts):
     """A letter for the document and a number."""
     source: str
     """Title of the document, and the section that makes the claim."""
-    lines: tuple[int, ...]
+    lines: Annotated[tuple[int, ...], BeforeValidator(str.split)]
     """Of the document, one for each part of the quote."""
-    quote: tuple[str, ...]
+    quote: Annotated[tuple[str, ...], BeforeValidator(lambda text: [*filter(None, text.split(_ELLIPSIS))])]
     """The document's words, in the file joined by an ellipsis; without its markup, and with single spaces."""
     claim: str
     """In our words."""
@@ -139,16 +139,6 @@ class Claim(Facts):
     """Why nothing here can judge it, in a sentence or two; empty where something can."""
     rule: str
     """Name of one of `RULES`."""
-
-    @field_validator("lines", mode="before")
-    @classmethod
-    def _lines(cls, text: str) -> list[str]:
-        return text.split()
-
-    @field_validator("quote", mode="before")
-    @classmethod
-    def _quote(cls, text: str) -> list[str]:
-        return list(filter(None, text.split(_ELLIPSIS)))
 
     @field_validator("states", "adds", mode="before")
     @classmethod
@@ -307,17 +297,14 @@ class Verdict(Facts):
 
     def flat(self) -> dict[str, object]:
         """As `flashlab claims --json` prints it."""
-        decisive = self.decisive
-        number = (
-            {"value": decisive.value, "unit": decisive.unit, "interval": [decisive.low, decisive.high]}
-            if decisive
-            else {}
-        )
-        number["starts"] = self.starts
+        number = self.decisive
         return {
             "id": self.id,
             "verdict": self.verdict,
-            **{name: number.get(name) for name in ("value", "unit", "interval", "starts")},
+            "value": number and number.value,
+            "unit": number and number.unit,
+            "interval": number and [number.low, number.high],
+            "starts": self.starts,
             "record": self.records[0] if self.records else None,
             "reason": self.reason,
             **self.model_dump(mode="json", exclude={"id", "verdict", "reason"}),

@@ -18,7 +18,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -62,9 +61,10 @@ _KEPT = 5
 class Watched:
     """What a tool and the process that it watched said."""
 
-    launches: Counter[str] = field(default_factory=Counter)
-    failed: dict[str, list[str]] = field(default_factory=dict)
-    """Why launches of a stage failed."""
+    launches: int = 0
+    """Of the stage of its job."""
+    failed: list[str] = field(default_factory=list)
+    """Why others failed."""
     death: str = ""
     """How the process ended early; empty where it came to its end."""
     errors: int | None = None
@@ -75,9 +75,9 @@ class Watched:
     def act(self, message: Message) -> None:
         """Count a launch; KeyError where the message is none."""
         if message["type"] == "launched":
-            self.launches[message["stage"]] += 1
+            self.launches += 1
         elif message["type"] == "failed":
-            self.failed.setdefault(message["stage"], []).append(message["reason"])
+            self.failed.append(message["reason"])
         elif message["type"] != "hello":
             raise KeyError(message["type"])
 
@@ -92,19 +92,19 @@ class Watched:
             self.reports.setdefault(named[1] if named else "", []).append(report.partition("\n")[0])
 
     def of(self, stage_id: str) -> dict[str, Any]:
-        """What it says of a stage: fields of its record."""
-        own, failed = self.reports.get(stage_id, []), self.failed.get(stage_id, [])
+        """What it says of the stage: fields of its record."""
+        own = self.reports.get(stage_id, [])
         named = sum(len(lines) for name, lines in self.reports.items() if name)
         elsewhere = max(0, (self.errors or 0) - named)
         finished = self.errors is not None and not self.death
-        findings = [*own[:_KEPT], *failed]
+        findings = [*own[:_KEPT], *self.failed]
         if elsewhere:
             findings += self.reports.get("", [])[:_KEPT]
         if not finished:
             findings.append(self.death or "the tool wrote no summary")
         return {
-            "launches": self.launches[stage_id],
-            "errors": len(own) + len(failed),
+            "launches": self.launches,
+            "errors": len(own) + len(self.failed),
             "elsewhere": elsewhere,
             "finished": finished,
             "findings": tuple(findings),
@@ -214,9 +214,9 @@ def _launch(job: Message, send: Send) -> None:
     for case in launches(stage_id):
         try:
             _launch_once(torch, stage_id, case)
-            send({"type": "launched", "stage": stage_id})
+            send({"type": "launched"})
         except (FlashlabError, RuntimeError) as error:
-            send({"type": "failed", "stage": stage_id, "reason": f"{case.problem.label}: {error}"})
+            send({"type": "failed", "reason": f"{case.problem.label}: {error}"})
             if isinstance(error, LaunchError) or not isinstance(error, FlashlabError):
                 raise  # what runs afterwards in this process says nothing
 

@@ -153,10 +153,7 @@ def draw(stage_id: str, readings: Mapping[str, ChipReading], data: Path) -> Char
         "cycles that the cycle model computes from readings of the SM's units; the kernel was not traced. GEMMs that "
         f"run at once share the tensor cores. {drawn}{NOTES[stage_id]}".strip(),
         provenance=cycle_tables.source(readings.values()),
-        data_files=(
-            *sorted({f"{gpu.slug}/chip/{reading.run}.jsonl" for reading in readings.values()}),
-            *select.run_files(measured_by),
-        ),
+        data_files=select.run_files([*readings.values(), *measured_by]),
     )
 
 

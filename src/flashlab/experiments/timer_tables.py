@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
@@ -79,33 +80,23 @@ def clock_mhz(pool: Reading) -> float | None:
     return median(pool.samples.call_clock_mhz) if pool.samples.call_clock_mhz else None
 
 
-def ratio(above: Reading, below: Reading) -> Estimate:
-    """The ratio of the medians of two pools, which are resampled each on its own."""
-    return interval(ratio_of_medians, above.samples.time_us, below.samples.time_us)
-
-
 def with_interval(estimate: Estimate) -> str:
     """A ratio for people: `1.003 (0.998–1.007)`."""
     return f"{estimate.value:.3f} ({estimate.low:.3f}–{estimate.high:.3f})"
 
 
-def _against(
-    merged: Iterable[Reading], same: Callable[[Reading], object], base: Callable[[Reading], bool]
-) -> list[tuple[Reading, Reading]]:
-    """(pool, the pool it is held against): `same` gives both the same key, and `base` holds for the second alone."""
-    every = list(merged)
-    bases = {same(pool): pool for pool in every if base(pool)}
-    return [(pool, bases[same(pool)]) for pool in every if not base(pool) and same(pool) in bases]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Another timer beside CUDA events, on the same implementation in the same state."""
+    """Two pools of the same implementation and problem, of which one thing differs: timer, inputs or cache."""
 
     ours: Reading
+    """What the other is held against: by CUDA events, on normal inputs, or with a hot L2."""
     other: Reading
-    ratio: Estimate
-    """The other's median over ours."""
+
+    @cached_property
+    def ratio(self) -> Estimate:
+        """The other's median over ours; each is resampled on its own."""
+        return interval(ratio_of_medians, self.other.samples.time_us, self.ours.samples.time_us)
 
     @property
     def agrees(self) -> bool:
@@ -146,14 +137,23 @@ class Comparison:
         return "not explained by host, clock or launch"
 
 
+def _against(
+    pools: Iterable[Reading], same: Callable[[Reading], object], base: Callable[[Reading], bool]
+) -> tuple[Comparison, ...]:
+    """Pools beside those they are held against: `same` gives both the same key, and `base` holds for `ours` alone."""
+    every = list(pools)
+    bases = {same(pool): pool for pool in every if base(pool)}
+    others = (pool for pool in every if not base(pool) and same(pool) in bases)
+    return tuple(Comparison(ours=bases[same(pool)], other=pool) for pool in others)
+
+
 def comparisons(pools: Iterable[Reading]) -> tuple[Comparison, ...]:
     """Every other timer's pools beside those of CUDA events in the same state."""
-    pairs = _against(
+    return _against(
         pools,
         lambda pool: (pool.name, pool.problem, pool.inputs, state(pool), pool.samples.cache),
-        lambda p: p.timer == "events",
+        lambda pool: pool.timer == "events",
     )
-    return tuple(Comparison(ours=ours, other=other, ratio=ratio(other, ours)) for other, ours in pairs)
 
 
 # --- Starts of the machine --------------------------------------------------------------------------------------------
@@ -205,18 +205,19 @@ def _title(name: str) -> str:
 def _page(
     merged: Sequence[Reading],
     columns: Sequence[Column],
-    rows: Sequence[tuple[Problem, Any, Any]],
-    above: Callable[[Sequence[Any]], str] = lambda rows: "",
+    pairs: Iterable[Comparison],
+    order: Callable[[Comparison], Any],
+    above: Callable[[Sequence[Comparison]], str] = lambda pairs: "",
 ) -> str:
     """A table for each problem of the pools, the largest first, and which runs they are of.
 
     Args:
-        rows: each with its problem and what it is sorted by there.
-        above: what stands above a table of rows.
+        order: what pairs are sorted by in a table.
+        above: what stands above a table of pairs.
     """
-    parts = []
+    parts, by_problem = [], grouped(sorted(pairs, key=order), lambda pair: pair.ours.problem)
     for problem in sorted(dict.fromkeys(pool.problem for pool in merged), key=lambda problem: -problem.flops):
-        mine = [row for _, _, row in sorted((row for row in rows if row[0] == problem), key=lambda row: row[1])]
+        mine = by_problem.get(problem, [])
         parts.append(f"### {problem.label}\n\n{above(mine)}{table(columns, mine)}")
     runs = sorted({pool.run for pool in merged})
     source = "; ".join(f"{select.date(run)}, commit {select.commit_label(run)}" for run in runs)
@@ -247,11 +248,9 @@ def timers_table(pools: Sequence[Reading]) -> str:
         Column("other, µs", "other.samples.median_us", mhz),
         Column("other / events (95 %)", "ratio", with_interval),
     ]
-    rows = [
-        (comparison.ours.problem, (comparison.other.timer, comparison.other.samples.cache == "cold"), comparison)
-        for comparison in comparisons(bursts)
-    ]
-    return _page(bursts, columns, rows, above)
+    return _page(
+        bursts, columns, comparisons(bursts), lambda pair: (pair.other.timer, pair.other.samples.cache == "cold"), above
+    )
 
 
 def timers_chart(pools: Sequence[Reading]) -> Chart:
@@ -264,7 +263,6 @@ def timers_chart(pools: Sequence[Reading]) -> Chart:
     compared = comparisons(bursts)
     if not compared:
         raise NoDataError.of("readings by other timers beside CUDA events", "flashlab method")
-    gpu = bursts[0].gpu
     series: dict[str, dict[str, tuple[float, float, float]]] = {}
     for comparison in sorted(compared, key=lambda comparison: (-comparison.ours.problem.flops, comparison.other.timer)):
         gain = comparison.ratio.percent_gain()
@@ -277,9 +275,9 @@ def timers_chart(pools: Sequence[Reading]) -> Chart:
         axis="percent over CUDA events",
         within=100 * AGREE,
         caption=f"Other timers' medians beside those of CUDA events, with 95 % intervals. The band is ±{AGREE:.0%}.",
-        provenance=f"{gpu.name} · burst · {', '.join(map(select.date, runs))} · commit "
+        provenance=f"{bursts[0].gpu.name} · burst · {', '.join(map(select.date, runs))} · commit "
         + ", ".join(map(select.commit_label, runs)),
-        data_files=tuple(f"{gpu.slug}/readings/{run}.jsonl" for run in runs),
+        data_files=select.run_files(bursts),
     )
 
 
@@ -290,18 +288,18 @@ def zeros_table(pools: Sequence[Reading]) -> str:
         by_events, lambda pool: (pool.name, pool.problem, state(pool)), lambda pool: pool.inputs == "normal"
     )
     columns = [
-        Column("", "0.name", _title),
-        Column("state", "0", state, left=True),
-        Column("normal, µs", "1.samples.median_us", mhz),
-        Column("zeros, µs", "0.samples.median_us", mhz),
-        Column("zeros / normal (95 %)", lambda pair: with_interval(ratio(*pair))),
-        Column("MHz in the calls, normal", lambda pair: clock_mhz(pair[1]), mhz),
-        Column("zeros", lambda pair: clock_mhz(pair[0]), mhz),
-        Column("W, normal", lambda pair: schema.power_w(pair[1].samples), number),
-        Column("zeros", lambda pair: schema.power_w(pair[0].samples), number),
+        Column("", "ours.name", _title),
+        Column("state", "other", state, left=True),
+        Column("normal, µs", "ours.samples.median_us", mhz),
+        Column("zeros, µs", "other.samples.median_us", mhz),
+        Column("zeros / normal (95 %)", "ratio", with_interval),
+        Column("MHz in the calls, normal", lambda pair: clock_mhz(pair.ours), mhz),
+        Column("zeros", lambda pair: clock_mhz(pair.other), mhz),
+        Column("W, normal", lambda pair: schema.power_w(pair.ours.samples), number),
+        Column("zeros", lambda pair: schema.power_w(pair.other.samples), number),
     ]
     states = ("burst, hot L2", "burst, cold L2", "sustained")
-    return _page(by_events, columns, [(pair[0].problem, states.index(state(pair[0])), pair) for pair in pairs])
+    return _page(by_events, columns, pairs, lambda pair: states.index(state(pair.other)))
 
 
 def cache_table(pools: Sequence[Reading]) -> str:
@@ -311,13 +309,13 @@ def cache_table(pools: Sequence[Reading]) -> str:
         bursts, lambda pool: (pool.name, pool.problem, pool.timer), lambda pool: pool.samples.cache == "hot"
     )
     columns = [
-        Column("", "0.name", _title),
-        Column("timer", "0.timer", TIMERS.get, left=True),
-        Column("hot, µs", "1.samples.median_us", mhz),
-        Column("cold, µs", "0.samples.median_us", mhz),
-        Column("cold / hot (95 %)", lambda pair: with_interval(ratio(*pair))),
+        Column("", "ours.name", _title),
+        Column("timer", "other.timer", TIMERS.get, left=True),
+        Column("hot, µs", "ours.samples.median_us", mhz),
+        Column("cold, µs", "other.samples.median_us", mhz),
+        Column("cold / hot (95 %)", "ratio", with_interval),
     ]
-    return _page(bursts, columns, [(pair[0].problem, list(TIMERS).index(pair[0].timer), pair) for pair in pairs])
+    return _page(bursts, columns, pairs, lambda pair: list(TIMERS).index(pair.other.timer))
 
 
 def clock_table(shown: Results) -> str:

@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -54,17 +54,15 @@ from flashlab.run import gpu
 from flashlab.run.attention import prepare
 from flashlab.verify.verdict import POISON_WORD, Sample, check
 
-Timer = Literal["events", "torch-profiler", "cuda-bench"]
-Inputs = Literal["normal", "zeros"]
 TIMERS: Mapping[str, str] = {
     "events": "CUDA events",
     "torch-profiler": "CUPTI",
     "cuda-bench": "NVBench",
 }
-"""By name, as tables call them."""
-INSTALLS: Mapping[Timer, str] = {"torch-profiler": "torch", "cuda-bench": "cuda-bench"}
+"""By name as `Reading` has it, as tables call them."""
+INSTALLS: Mapping[str, str] = {"torch-profiler": "torch", "cuda-bench": "cuda-bench"}
 """What to `pip install` for those that are not ours."""
-INPUTS: tuple[Inputs, ...] = ("normal", "zeros")
+INPUTS = ("normal", "zeros")
 SHAPES = (FIRST_SHAPE, "1x8x512x64")
 """The sources' shape, and one so small that launching matters."""
 LAST_RUNG = list(registry.CUDA_STAGES)[-1]
@@ -184,7 +182,7 @@ class _Case:
 
     name: str
     problem: Problem
-    inputs: Inputs
+    inputs: str
     run: timing.Run
     call_us: float
     """About how long one call takes."""
@@ -308,7 +306,7 @@ class _Worker(GpuWorker):
     def _of(self, problem: Problem) -> dict[str, _Case]:
         return {label: case for label, case in self._cases.items() if case.problem == problem}
 
-    def _keep(self, case: _Case, timer: Timer, samples: Message) -> None:
+    def _keep(self, case: _Case, timer: str, samples: Message) -> None:
         reading = {"name": case.name, "problem": asdict(case.problem), "timer": timer, "inputs": case.inputs}
         self.send({"type": "row", "row": {**reading, "samples": samples, "enqueue_us": case.enqueue_us}})
 

@@ -864,14 +864,13 @@ def provenance(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cac
     return " · ".join(parts)
 
 
-def run_files(records: Iterable[Measurement | Ceiling | StageProfile]) -> tuple[str, ...]:
+def run_files(records: Iterable[Base | StageProfile]) -> tuple[str, ...]:
     """The raw-data files of records, relative to data/: `nvidia-h200/runs/….jsonl`."""
 
-    def files(record: Measurement | Ceiling | StageProfile) -> Iterator[str]:
-        if isinstance(record, StageProfile):
-            yield f"{slug(record.gpu)}/profiles/{record.run}.jsonl"
-            return
+    def files(record: Base | StageProfile) -> Iterator[str]:
+        gpu = slug(record.gpu) if isinstance(record, StageProfile) else record.gpu.slug
+        kind = Measurement if isinstance(record, Filled) else type(record)
         others = [run for run, _ in record.origins.values()] if isinstance(record, Filled) else []
-        yield from (f"{record.gpu.slug}/runs/{run}.jsonl" for run in (record.run, *others))
+        yield from (f"{gpu}/{store.FOLDERS[kind]}/{run}.jsonl" for run in (record.run, *others))
 
     return tuple(sorted({file for record in records for file in files(record)}))
