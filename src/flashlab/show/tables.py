@@ -138,25 +138,25 @@ def held_back(reasons: Iterable[str]) -> str:
     return ", ".join(_HELD_BACK.get(why, why) for why in reasons) or "nothing"
 
 
-def peer_title(name: str) -> str:
-    """A library's name for people; the name itself where the registry no longer has it."""
+def title_of(name: str) -> str:
+    """A library's name for people; any other name, as a stage's is, itself."""
     peer = peers.PEERS.get(name)
     return peer.title if peer else name
 
 
 def short_title(name: str) -> str:
     """A library's name without what stands in brackets."""
-    return peer_title(name).split(" (")[0]
+    return title_of(name).split(" (")[0]
 
 
 def title(row: Measurement) -> str:
     """A row's name for people."""
-    return code(row.name) if row.kind == "stage" else peer_title(row.name)
+    return code(row.name) if row.kind == "stage" else title_of(row.name)
 
 
 def beside_title(row: Measurement) -> str:
     """The name of a library that is shown in another element type than the rows around it."""
-    return f"{peer_title(row.name)} ({row.problem.dtype})"
+    return f"{title_of(row.name)} ({row.problem.dtype})"
 
 
 # --- A table ----------------------------------------------------------------------------------------------------------
@@ -321,7 +321,7 @@ def beside_note(rows: Sequence[Measurement], beside: Iterable[Measurement]) -> s
     best = max((select.rate(row) or 0.0 for row in rows if row.kind == "peer" and row.name not in late), default=0.0)
     dtype = rows[0].problem.dtype if rows else ""
     return " ".join(
-        f"{peer_title(row.name)} stands here in {row.problem.dtype}, at the same shape in the same session: "
+        f"{title_of(row.name)} stands here in {row.problem.dtype}, at the same shape in the same session: "
         f"{lacks(row.name, dtype)}. Its {number(rate)} TFLOP/s are "
         f"{'faster than any' if rate > best else 'no faster than the best'} in {dtype} there. "
         "Percentages compare only rows of one element type."
