@@ -161,11 +161,6 @@ def stage_link(name: str) -> str:
     return f"[{code(name)}]({registry.get(name).folder or 'stages/'}{name}.md)"
 
 
-def indent(text: str) -> str:
-    """Text four spaces in, as what can be unfolded holds it."""
-    return "\n".join(f"    {line}".rstrip() for line in text.splitlines()) + "\n"
-
-
 def generate(
     root: Path,
     data: Path = DATA,
@@ -496,9 +491,8 @@ def _against_inputs(shown: Results, data: Path) -> str:
     )
     parts = [tables.against_inputs(against_peers)]
     with contextlib.suppress(NoDataError):
-        parts.append(
-            f'??? abstract "Under sustained load"\n\n{indent(tables.against_inputs(against_peers, "sustained"))}'
-        )
+        sustained = tables.against_inputs(against_peers, "sustained")
+        parts.append(tables.folded("Under sustained load", sustained, kind="abstract") + "\n")
     runs = [run for held in against_peers if held.problem.shape in shapes for run in held.runs]
     return "\n".join([*parts, _from_runs(shown, runs)])
 
@@ -1032,6 +1026,6 @@ def _write_csv(path: Path, columns: Mapping[str, str], lines: Sequence[Mapping[s
 
 _TEMPLATES.globals |= {
     **{"charts": charts, "journey": journey, "machine_code": machine_code, "select": select, "tables": tables},
-    **{helper.__name__: helper for helper in (code, data_links, indent, number, percent, stage_link, table, times, up)},
+    **{helper.__name__: helper for helper in (code, data_links, number, percent, stage_link, table, times, up)},
     "NOTHING_YET": NOTHING_YET,
 }

@@ -212,9 +212,10 @@ def table(columns: Sequence[Column], rows: Iterable[Row], *, drop_empty: bool = 
     return markdown([columns[index].header for index in kept], [[line[i] for i in kept] for line in cells], left=left)
 
 
-def folded(title: str, text: str) -> str:
-    """Markdown that a click unfolds, on the site and in a notebook."""
-    return f"<details markdown>\n<summary>{title}</summary>\n\n{text.strip()}\n\n</details>"
+def folded(title: str, text: str, *, kind: str = "") -> str:
+    """Markdown that a click unfolds, on the site and in a notebook; the theme marks it as that kind of admonition."""
+    look = f' class="{kind}"' if kind else ""
+    return f"<details{look} markdown>\n<summary>{title}</summary>\n\n{text.strip()}\n\n</details>"
 
 
 def unsearched(text: str) -> str:
@@ -695,10 +696,8 @@ def _accuracy_of(dtype: str, kinds: Mapping[str, Sequence[contests.Accuracy]]) -
     references = dict.fromkeys(short_title(checked.reference) for same in kinds.values() for checked in same)
     over = Column(f"{dtype}: error over that of {' or '.join(references)}, RMS · largest", code)
     every = [(checked, name) for kind in order for checked in kinds[kind] for name in names if name in checked.errors]
-    lines = table(EVERY_ERROR, every).splitlines()
-    return f'{table((over, *map(column, names)), order)}\n??? abstract "{dtype}: every error"\n\n' + "".join(
-        f"    {line}\n" for line in lines
-    )
+    whole = folded(f"{dtype}: every error", table(EVERY_ERROR, every), kind="abstract")
+    return f"{table((over, *map(column, names)), order)}\n{whole}\n"
 
 
 # --- Predictions ------------------------------------------------------------------------------------------------------
