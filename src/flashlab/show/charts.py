@@ -19,6 +19,7 @@ from io import BytesIO, StringIO
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
+from flashlab.core.arithmetic import several
 from flashlab.core.errors import NoDataError
 from flashlab.core.facts import Facts
 from flashlab.core.problem import STANDARD_SHAPES, Problem, Regime, suite
@@ -882,8 +883,7 @@ def _whence(
     }
     said = ""
     if sessions > 1:
-        gpus = f"{chips} GPU{'s' if chips > 1 else ''}"
-        said += f" The stages here are of {sessions} sessions, on {gpus}."
+        said += f" The stages here are of {sessions} sessions, on {several(chips, 'GPU')}."
     if titles := sorted(title_of(name) for name in late & {row.name for row in drawn}):
         said += f" Of another session than the last stage, at one {each} or more: {', '.join(titles)}."
     return said

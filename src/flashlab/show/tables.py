@@ -995,7 +995,7 @@ def chips(shown: Results, data: Path = DATA) -> str:
         mine = [problem for problem, theirs in problems.items() if fingerprint in theirs]
         parts = [f"**the ladder**, {shown.first.label}"] if shown.first is not None and shown.first in mine else []
         if others := len(mine) - len(parts):
-            parts.append(f"{others} {'other ' if parts else ''}problem{'' if others == 1 else 's'}")
+            parts.append(several(others, "other problem" if parts else "problem"))
         return " and ".join(parts) or None
 
     def runs(item: Row) -> set[str]:
@@ -1196,20 +1196,16 @@ def check_record(lines: Sequence[Compared]) -> str:
     stages, header = len({line.stage for line in lines}), lines[0].header
     return (
         f"{header.gpu.name}, {header.time[:10]}: {len(lines):,} comparisons of "
-        f"{stages} stage{'s' if stages > 1 else ''}, over {problems:,} problems in {through}. "
+        f"{several(stages, 'stage')}, over {problems:,} problems in {through}. "
         f"{statuses['ok']:,} passed, {len(failures):,} failed, {statuses['unsupported']:,} were not for the stage."
         f"{said}"
     )
 
 
-Comparisons = Sequence[Compared]
-"""Those of one stage and run."""
-
-
 def _checked(what: str, place: int) -> tuple[Column, ...]:
     """The columns of one kind of comparison, the run named last; dashes where a stage has none."""
 
-    def of(lines: Comparisons, *statuses: str) -> int | None:
+    def of(lines: select.Comparisons, *statuses: str) -> int | None:
         return sum(line.status in statuses for line in lines) if lines else None
 
     def failed(item: Row) -> str | None:
@@ -1228,7 +1224,9 @@ def _checked(what: str, place: int) -> tuple[Column, ...]:
 CHECKS = (stage("0"), *_checked("hostile lengths", 1), *_checked("random shapes and strides", 2))
 
 
-def checks(lengths: Mapping[str, Comparisons], drawn: Mapping[str, Comparisons], stages: Iterable[str]) -> str:
+def checks(
+    lengths: Mapping[str, select.Comparisons], drawn: Mapping[str, select.Comparisons], stages: Iterable[str]
+) -> str:
     """The newest comparisons of each stage with the oracle, over hostile lengths and over random shapes and strides.
 
     Args:
