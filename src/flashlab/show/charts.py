@@ -239,13 +239,13 @@ def _mark(axes: Axes, x: float, y: float, shape: str, colour: str, **look: Any) 
 
 
 def _plain_log_ticks(axis: Any, layout: Layout = "wide") -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
     decades = math.log10(high / low)
     subs = (1.0,) if decades > (3.5 if layout == "wide" else 1.6) else (1.0, 2.0, 5.0)
     axis.set_major_locator(LogLocator(base=10, subs=subs))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
 
 
@@ -311,7 +311,7 @@ def _row_chart(
         elif log:
             _plain_log_ticks(axes.xaxis, layout)
         if not bars or log:
-            axes.grid(axis="x", which="both" if callable(log) else "major")
+            axes.grid(axis="x")
         axes.spines[["left", "bottom"]].set_visible(False)
         axes.set_xlabel(xlabel)
         for series, series_look in (legend or {}).items():
@@ -1693,14 +1693,12 @@ _RATIO_TICKS = 8
 
 def _ratio_ticks(axes: Axes) -> None:
     """Ticks at plain ratios, as dense as the axis's width allows, 1 always among them."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
     low, high = axes.get_xlim()
     apart = math.log(high / low) / _RATIO_TICKS
     kept = [1.0]
     for step in sorted(_RATIO_STEPS, key=lambda value: abs(math.log(value))):
         if low <= step <= high and all(abs(math.log(step / other)) >= apart for other in kept):
             kept.append(step)
-    axes.xaxis.set_major_locator(FixedLocator(sorted(kept)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(sorted(kept))
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter("{x:g}")
