@@ -183,7 +183,7 @@ def test_ladder_shows_every_row_value_and_gain(shown: Results) -> None:
     for layout in LAYOUTS:
         text = _text(chart.svg[layout])
         for row in rows:
-            assert (row.name if row.kind == "stage" else tables.peer_title(row.name)) in text
+            assert tables.title_of(row.name) in text
             rate = select.rate(row)
             if rate:
                 assert tables.number(rate) in text
@@ -352,7 +352,7 @@ def test_lengths_show_the_fast_ones_over_every_length(shown: Results) -> None:
         text = _text(chart.svg[layout])
         assert all(str(count) in text for count in LENGTHS)
         assert "percent of a large GEMM's rate" in text
-        assert tables.peer_title("sdpa_cudnn") in text
+        assert tables.title_of("sdpa_cudnn") in text
     # A scalar loop would lie on the axis: it is left out, and the chart says so.
     assert "00_naive" not in _text(chart.svg["wide"])
     assert "slower are not drawn" in chart.caption

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import replace
 from functools import partial
 
 import nbformat
@@ -55,7 +54,7 @@ def test_a_blank_fits_the_kernel_and_does_not_tell(name: str) -> None:
 @pytest.mark.parametrize("line", ["const int num_keys = ____ ;", "const int ____;", "no such line ____;"])
 def test_a_blank_that_the_kernel_no_longer_has_once_is_refused(line: str) -> None:
     with pytest.raises(ParameterError, match=r"wanted one line of 00_naive\.cu"):
-        _ = replace(get("mask"), line=line).blank
+        _ = get("mask").model_copy(update={"line": line}).blank
     with pytest.raises(ParameterError, match="wanted one of mask, "):
         ask("nothing")
 

@@ -35,8 +35,8 @@ from flashlab.query.statistics import (
 from flashlab.record import schema, store
 from flashlab.record.schema import Ablation, Part, Samples
 from flashlab.show.charts import Chart, Interval, Look, intervals
-from flashlab.show.pages import Output, data_links, indent, stage_link
-from flashlab.show.tables import Cell, Column, code, markdown, prose, table
+from flashlab.show.pages import Output, data_links, stage_link
+from flashlab.show.tables import Cell, Column, code, folded, markdown, prose, table
 
 LEVER_NOT_MEASURED = "Not measured yet: `flashlab ablate --levers` on a Hopper GPU does it."
 _PART_TITLES = {"qk": "Q·K", "softmax": "softmax", "pv": "P·V", "memory": "memory"}
@@ -486,11 +486,11 @@ def levers_page(out: Output, shown: select.Results, data: Path) -> None:
             diff = lever.shown_diff()
         except ParameterError as error:
             diff = lever.diff.rstrip()
-            heading = f"The change, which no longer fits the stage: {error}".replace('"', "'")
+            heading = f"The change, which no longer fits the stage: {error}"
         parts += [
             f"### {lever.name.replace('_', ' ')}",
             f"{lever.question} (`{lever.name}`, {stage_link(lever.stage)})",
-            f'??? abstract "{heading}"\n\n' + indent(f"``` {{ .diff }}\n{diff}\n```"),
+            folded(heading, f"``` {{ .diff }}\n{diff}\n```", kind="abstract"),
             f"*Expected:* {lever.prediction}",
             *(tables or [LEVER_NOT_MEASURED]),
             lever.why,

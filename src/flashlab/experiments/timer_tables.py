@@ -199,7 +199,7 @@ def _bursts(merged: Iterable[Reading]) -> list[Reading]:
 
 
 def _title(name: str) -> str:
-    return tables.code(name) if name in registry.RUNGS else tables.peer_title(name)
+    return tables.code(name) if name in registry.RUNGS else tables.title_of(name)
 
 
 def _page(
@@ -266,7 +266,7 @@ def timers_chart(pools: Sequence[Reading]) -> Chart:
     series: dict[str, dict[str, tuple[float, float, float]]] = {}
     for comparison in sorted(compared, key=lambda comparison: (-comparison.ours.problem.flops, comparison.other.timer)):
         gain = comparison.ratio.percent_gain()
-        row = series.setdefault(f"{tables.peer_title(comparison.ours.name)}, {comparison.ours.problem.shape}", {})
+        row = series.setdefault(f"{tables.title_of(comparison.ours.name)}, {comparison.ours.problem.shape}", {})
         row[f"{TIMERS[comparison.other.timer]}, {comparison.ours.samples.cache} L2"] = (gain.low, gain.value, gain.high)
     runs = sorted({pool.run for pool in bursts})
     return charts.differences(
@@ -401,7 +401,7 @@ def spread_chart(starts: Iterable[Spread], *, mask: Mask = "full") -> Chart:
         middle = fmean(burst.median_us for burst in samples(spread))
         for start, burst in enumerate(samples(spread), start=1):
             low, mid, high = (100 * (float(t) / middle - 1) for t in np.percentile(burst.time_us, (5, 50, 95)))
-            series.setdefault(tables.peer_title(spread[0].name), {})[f"start {start}"] = (low, mid, high)
+            series.setdefault(tables.title_of(spread[0].name), {})[f"start {start}"] = (low, mid, high)
     every = [row for rows in timed for row in rows]
     return charts.differences(
         series,

@@ -19,6 +19,7 @@ from io import BytesIO, StringIO
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
+from flashlab.core.arithmetic import several
 from flashlab.core.errors import NoDataError
 from flashlab.core.facts import Facts
 from flashlab.core.problem import STANDARD_SHAPES, Problem, Regime, suite
@@ -36,9 +37,9 @@ from flashlab.show.tables import (
     elsewhere_note,
     fastest_note,
     number,
-    peer_title,
     set_of,
     short_title,
+    title_of,
 )
 
 if TYPE_CHECKING:
@@ -228,11 +229,6 @@ def _of_profiles(profiles: Sequence[StageProfile]) -> dict[str, Any]:
     return {"provenance": select.profile_provenance(profiles), "data_files": select.run_files(profiles)}
 
 
-def row_title(row: Measurement) -> str:
-    """A row's name for people in a figure."""
-    return row.name if row.kind == "stage" else peer_title(row.name)
-
-
 def _text(axes: Axes, text: str, at: tuple[float, float], shift: tuple[float, float], **look: Any) -> None:
     """Text so many points beside a place."""
     axes.annotate(text, at, xytext=shift, textcoords="offset points", **look)
@@ -243,13 +239,13 @@ def _mark(axes: Axes, x: float, y: float, shape: str, colour: str, **look: Any) 
 
 
 def _plain_log_ticks(axis: Any, layout: Layout = "wide") -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     low, high = axis.get_view_interval()
     decades = math.log10(high / low)
     subs = (1.0,) if decades > (3.5 if layout == "wide" else 1.6) else (1.0, 2.0, 5.0)
     axis.set_major_locator(LogLocator(base=10, subs=subs))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_major_formatter("{x:g}")
     axis.set_minor_formatter(NullFormatter())
 
 
@@ -315,7 +311,7 @@ def _row_chart(
         elif log:
             _plain_log_ticks(axes.xaxis, layout)
         if not bars or log:
-            axes.grid(axis="x", which="both" if callable(log) else "major")
+            axes.grid(axis="x")
         axes.spines[["left", "bottom"]].set_visible(False)
         axes.set_xlabel(xlabel)
         for series, series_look in (legend or {}).items():
@@ -453,7 +449,7 @@ def ladder(
     dtype, note = rows[0].problem.dtype, beside_note(rows, beside)
     notes = [f"Hollow: {note}" if note else "", elsewhere_note(rows), fastest_note(rows, records)]
     best = f"The fastest stage, {stage.name}, reaches {number(rates[stage.name][1])} TFLOP/s" if stage else ""
-    library = f"the fastest library in {dtype}, {peer_title(peer.name)}, {number(rates[peer.name][1])}" if peer else ""
+    library = f"the fastest library in {dtype}, {title_of(peer.name)}, {number(rates[peer.name][1])}" if peer else ""
     hollow, lines = {row.name for row in beside}, select.with_beside(rows, beside)
     left, top = min(low for low, _, _ in rates.values()) / 1.7, max(high for _, _, high in rates.values())
     right: dict[Layout, float] = {"wide": top * 3.0, "narrow": top * 4.5}
@@ -479,7 +475,7 @@ def ladder(
             axes.text(right[layout], y, gain, va="center", ha="right", color=MUTED)
 
     return _row_chart(
-        [(beside_title(row) if row.name in hollow else row_title(row), row) for row in lines],
+        [(beside_title(row) if row.name in hollow else title_of(row.name), row) for row in lines],
         each,
         name=name,
         xlabel="TFLOP/s, logarithmic",
@@ -532,9 +528,9 @@ def climb(rows: Sequence[Measurement], *, shares: Mapping[str, float], records: 
         _text(axes, words, (rates[row.name], y), (5, 0), va="center", **look)
 
     top = max(rates.values())
-    said = [f"{row_title(row)} {number(rates[row.name])}" for row in lines]
+    said = [f"{title_of(row.name)} {number(rates[row.name])}" for row in lines]
     return _row_chart(
-        [(row_title(row), row) for row in lines],
+        [(title_of(row.name), row) for row in lines],
         each,
         name="front",
         xlabel="TFLOP/s (percent of the tensor cores' peak)",
@@ -571,7 +567,7 @@ def card(rows: Sequence[Measurement], *, title: str, said: Sequence[str]) -> byt
         axes.bar(range(len(stages)), list(stages.values()), width=0.75, color=STAGE)
         if peer and (rate := select.rate(peer)):
             axes.axhline(rate, color=PEER, linestyle=(0, (3, 3)), linewidth=2.5)
-            _text(axes, peer_title(peer.name), (-0.4, rate), (0, 8), size=17, color=PEER)
+            _text(axes, title_of(peer.name), (-0.4, rate), (0, 8), size=17, color=PEER)
         axes.set_axis_off()
         buffer = BytesIO()
         figure.savefig(buffer, format="png", metadata={"Software": None})
@@ -589,7 +585,7 @@ def side_by_side(
     """
     every = [(title, row) for title, rows in series.items() for row in rows]
     rates = {(row.name, title): rate for title, row in every if (rate := select.rate(row)) is not None}
-    names = {row.name: row_title(row) for _, row in every}
+    names = {row.name: title_of(row.name) for _, row in every}
     said = "; ".join(f"{names[of]} on {title} {number(rate)}" for (of, title), rate in rates.items())
     return marks(
         rates,
@@ -678,13 +674,13 @@ def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
         wanted = f"times with a cold L2 or under sustained load at {timed[0].problem.label}"
         raise NoDataError.of(wanted, "flashlab bench --suite first", "bursts with a hot L2 alone")
     under_load = [
-        f"{row_title(r)} {number(shares[r.name, 'sustained'])} %" for r in timed if (r.name, "sustained") in shares
+        f"{title_of(r.name)} {number(shares[r.name, 'sustained'])} %" for r in timed if (r.name, "sustained") in shares
     ]
     clocks = [select.clocks(timed, regime) for regime in ("burst", "sustained")]
     return marks(
         shares,
         {series: look for series, look in looks.items() if any(of == series for _, of in shares)},
-        rows={row.name: row_title(row) for row in timed if any(name == row.name for name, _ in shares)},
+        rows={row.name: title_of(row.name) for row in timed if any(name == row.name for name, _ in shares)},
         origin=100.0,
         xlabel="percent of the burst rate with a hot L2",
         name=name,
@@ -734,7 +730,7 @@ def samples(row: Measurement, *, name: str = "samples") -> Chart:
         name=name,
         heights=(3.6, 3.6) if with_clock else (2.4, 2.4),
         alt=f"Every sample of {row.name} in the order taken. {said}.",
-        caption=f"Every sample of {row_title(row)} in the order taken: the time of one call"
+        caption=f"Every sample of {title_of(row.name)} in the order taken: the time of one call"
         f"{below}. The line is the median; the axes do not start at 0.",
         provenance=select.provenance([row]).replace("burst, hot L2", "all regimes"),
         data_files=select.run_files([row]),
@@ -761,7 +757,7 @@ def errors(rows: Sequence[Measurement]) -> Chart:
 
     of_rows = _of_rows([row for row, _ in judged])
     return _row_chart(
-        [(row_title(row), (row, verdict)) for row, verdict in judged],
+        [(title_of(row.name), (row, verdict)) for row, verdict in judged],
         each,
         name="errors",
         xlabel="error ÷ limit, logarithmic",
@@ -887,9 +883,8 @@ def _whence(
     }
     said = ""
     if sessions > 1:
-        gpus = f"{chips} GPU{'s' if chips > 1 else ''}"
-        said += f" The stages here are of {sessions} sessions, on {gpus}."
-    if titles := sorted(peer_title(name) for name in late & {row.name for row in drawn}):
+        said += f" The stages here are of {sessions} sessions, on {several(chips, 'GPU')}."
+    if titles := sorted(title_of(name) for name in late & {row.name for row in drawn}):
         said += f" Of another session than the last stage, at one {each} or more: {', '.join(titles)}."
     return said
 
@@ -943,7 +938,7 @@ def scaling(
             linecolor=SURFACE,
             annot_kws={"size": 9 if layout == "wide" else 7.2},
             xticklabels=[shape_label(problem) for problem in best],
-            yticklabels=[name if kind == "stage" else peer_title(name) for name, kind in kinds.items()],
+            yticklabels=[title_of(name) for name in kinds],
         )
         axes.axhline(list(kinds.values()).count("stage"), color=MUTED, linewidth=1)
         axes.tick_params(labelsize=8 if layout == "wide" else 7.2)
@@ -1073,7 +1068,7 @@ def lengths(shown: Results, *, head_dim: int, mask: str, dtype: str = "float16",
     used = [row for row in rows if select.rate(row, regime)]
     lines: dict[str, dict[int, Measurement]] = {}
     for row in used:
-        label = row_title(row) if row.problem.dtype == dtype else beside_title(row)
+        label = title_of(row.name) if row.problem.dtype == dtype else beside_title(row)
         lines.setdefault(label, {})[row.problem.q_len] = row
     rates = {
         label: {count: select.rate(row, regime) or 0.0 for count, row in at.items()}
@@ -1672,7 +1667,7 @@ def changes(comparison: Comparison, shown: Sequence[Change]) -> Chart:
     groups: dict[str, list[Interval]] = {}
     for change in shown:
         ratio = Estimate(value=change.ratio, low=change.low, high=change.high)
-        row = (row_title(change.rows[0]), ratio, looks.get(change.verdict, "plain"))
+        row = (title_of(change.rows[0].name), ratio, looks.get(change.verdict, "plain"))
         groups.setdefault(change.problem.label, []).append(row)
     records = [record for change in shown for record in change.rows]
     before, after = comparison.sides
@@ -1698,14 +1693,12 @@ _RATIO_TICKS = 8
 
 def _ratio_ticks(axes: Axes) -> None:
     """Ticks at plain ratios, as dense as the axis's width allows, 1 always among them."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
     low, high = axes.get_xlim()
     apart = math.log(high / low) / _RATIO_TICKS
     kept = [1.0]
     for step in sorted(_RATIO_STEPS, key=lambda value: abs(math.log(value))):
         if low <= step <= high and all(abs(math.log(step / other)) >= apart for other in kept):
             kept.append(step)
-    axes.xaxis.set_major_locator(FixedLocator(sorted(kept)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_locator(NullLocator())
+    axes.set_xticks(sorted(kept))
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter("{x:g}")

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from flashlab.core.errors import ParameterError, refuse_unknown
+from flashlab.core.facts import Facts
 from flashlab.core.paths import table
 from flashlab.core.problem import Mask
 from flashlab.kernels import registry
@@ -28,8 +29,7 @@ _TIMEOUT_S = 10.0
 _SHOWN_FINDINGS = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class Exercise:
+class Exercise(Facts):
     """One line of a stage's file to fill in."""
 
     stage: str
@@ -38,7 +38,7 @@ class Exercise:
     shape: str
     """The problem that answers run on."""
     mask: Mask = "full"
-    params: Mapping[str, int] = field(default_factory=dict)
+    params: Mapping[str, int] = {}
     """Tunables that differ from their defaults."""
     conflicts: float | None = None
     """How many times the ideal's wavefronts of shared memory an answer may cost; None where they do not count."""
@@ -60,9 +60,7 @@ class Exercise:
         return matches[0]
 
 
-EXERCISES: Mapping[str, Exercise] = {
-    name: Exercise(**{**entry, "wrong": tuple(entry["wrong"])}) for name, entry in table(__file__).items()
-}
+EXERCISES: Mapping[str, Exercise] = {name: Exercise.model_validate(entry) for name, entry in table(__file__).items()}
 """By name, in the order of the notebook."""
 
 

@@ -123,7 +123,7 @@ def on_trained(shown: Results, data: Path) -> charts.Chart:
         {"normal numbers": ("o", charts.STAGE), "trained activations": ("D", charts.PEER)},
         name="journey-trained",
         caption="The same kernels on normal random numbers and on Q, K and V of a trained language model, median over "
-        f"its layers. {charts.row_title(worst)} loses the most.",
+        f"its layers. {tables.title_of(worst.name)} loses the most.",
         provenance=select.provenance([*kept, *(twins[row.name] for row in kept)]),
     )
 

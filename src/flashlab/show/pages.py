@@ -161,11 +161,6 @@ def stage_link(name: str) -> str:
     return f"[{code(name)}]({registry.get(name).folder or 'stages/'}{name}.md)"
 
 
-def indent(text: str) -> str:
-    """Text four spaces in, as what can be unfolded holds it."""
-    return "\n".join(f"    {line}".rstrip() for line in text.splitlines()) + "\n"
-
-
 def generate(
     root: Path,
     data: Path = DATA,
@@ -399,7 +394,7 @@ def _extremes(bursts: Mapping[Problem, contests.Contest]) -> list[tuple[str, str
         f"best of {len(usual)} on normal and trained inputs": max(usual, key=ratio),
     }
     return [
-        (times(ratio(problem)), f"{which}: {problem.label}, over {tables.peer_title(bursts[problem].peer.name)}")
+        (times(ratio(problem)), f"{which}: {problem.label}, over {tables.title_of(bursts[problem].peer.name)}")
         for which, problem in ends.items()
     ]
 
@@ -459,7 +454,7 @@ def _front_cards(
         cards.append((times(select.speedup(stage, foot) or 1.0), f"over {foot.name}{late}"))
     if peer is None:
         return cards
-    library = tables.peer_title((contest.peer if contest else peer).name)
+    library = tables.title_of((contest.peer if contest else peer).name)
     said = f"of the fastest library in {peer.problem.dtype}, {library} ({_timed_there(rows)})"
     faster = select.fastest_peer([peer, *shown.beside()])
     if faster is not None and faster is not peer:
@@ -467,9 +462,9 @@ def _front_cards(
         other = dataclasses.replace(stage.problem, dtype=faster.problem.dtype)
         if burst := bursts.get(other):
             named = _timed_there(shown.problems.get(other, ()))
-            where = f"of the fastest library in {other.dtype}, {tables.peer_title(burst.peer.name)} ({named})"
+            where = f"of the fastest library in {other.dtype}, {tables.title_of(burst.peer.name)} ({named})"
             cards.append((percent(100 * burst.ratio), where))
-        said += f"; {tables.peer_title(faster.name)}: {tables.lacks(faster.name, peer.problem.dtype)}"
+        said += f"; {tables.title_of(faster.name)}: {tables.lacks(faster.name, peer.problem.dtype)}"
     ratio = contest.ratio if contest else select.speedup(stage, peer)
     return [*cards, (percent(100 * (ratio or 1.0)), said)]
 
@@ -496,9 +491,8 @@ def _against_inputs(shown: Results, data: Path) -> str:
     )
     parts = [tables.against_inputs(against_peers)]
     with contextlib.suppress(NoDataError):
-        parts.append(
-            f'??? abstract "Under sustained load"\n\n{indent(tables.against_inputs(against_peers, "sustained"))}'
-        )
+        sustained = tables.against_inputs(against_peers, "sustained")
+        parts.append(tables.folded("Under sustained load", sustained, kind="abstract") + "\n")
     runs = [run for held in against_peers if held.problem.shape in shapes for run in held.runs]
     return "\n".join([*parts, _from_runs(shown, runs)])
 
@@ -852,7 +846,7 @@ def _results_page(out: Output, shown: Results, data: Path) -> None:
         **{"shown": shown, "data": data, "root": str(ROOT), "rows": rows, "kinds": list(product(MASKS, DTYPES))},
         damage=store.verify(shown.gpu, data),
         sets=_sets({dtype: shown.libraries(dtype) for dtype in DTYPES}),
-        beside=[f"{tables.peer_title(row.name)}: {row.problem.dtype}" for row in shown.beside()],
+        beside=[f"{tables.title_of(row.name)}: {row.problem.dtype}" for row in shown.beside()],
         against=contests.against_peers(shown.gpu, data),
         profiles=_profiles(out, select.profiles(shown.gpu, data), page),
         fastest=_fastest(shown, up(page) + "explorer.md"),
@@ -1032,6 +1026,6 @@ def _write_csv(path: Path, columns: Mapping[str, str], lines: Sequence[Mapping[s
 
 _TEMPLATES.globals |= {
     **{"charts": charts, "journey": journey, "machine_code": machine_code, "select": select, "tables": tables},
-    **{helper.__name__: helper for helper in (code, data_links, indent, number, percent, stage_link, table, times, up)},
+    **{helper.__name__: helper for helper in (code, data_links, number, percent, stage_link, table, times, up)},
     "NOTHING_YET": NOTHING_YET,
 }

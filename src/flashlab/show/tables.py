@@ -138,25 +138,25 @@ def held_back(reasons: Iterable[str]) -> str:
     return ", ".join(_HELD_BACK.get(why, why) for why in reasons) or "nothing"
 
 
-def peer_title(name: str) -> str:
-    """A library's name for people; the name itself where the registry no longer has it."""
+def title_of(name: str) -> str:
+    """A library's name for people; any other name, as a stage's is, itself."""
     peer = peers.PEERS.get(name)
     return peer.title if peer else name
 
 
 def short_title(name: str) -> str:
     """A library's name without what stands in brackets."""
-    return peer_title(name).split(" (")[0]
+    return title_of(name).split(" (")[0]
 
 
 def title(row: Measurement) -> str:
     """A row's name for people."""
-    return code(row.name) if row.kind == "stage" else peer_title(row.name)
+    return code(row.name) if row.kind == "stage" else title_of(row.name)
 
 
 def beside_title(row: Measurement) -> str:
     """The name of a library that is shown in another element type than the rows around it."""
-    return f"{peer_title(row.name)} ({row.problem.dtype})"
+    return f"{title_of(row.name)} ({row.problem.dtype})"
 
 
 # --- A table ----------------------------------------------------------------------------------------------------------
@@ -212,9 +212,10 @@ def table(columns: Sequence[Column], rows: Iterable[Row], *, drop_empty: bool = 
     return markdown([columns[index].header for index in kept], [[line[i] for i in kept] for line in cells], left=left)
 
 
-def folded(title: str, text: str) -> str:
-    """Markdown that a click unfolds, on the site and in a notebook."""
-    return f"<details markdown>\n<summary>{title}</summary>\n\n{text.strip()}\n\n</details>"
+def folded(title: str, text: str, *, kind: str = "") -> str:
+    """Markdown that a click unfolds, on the site and in a notebook; the theme marks it as that kind of admonition."""
+    look = f' class="{kind}"' if kind else ""
+    return f"<details{look} markdown>\n<summary>{title}</summary>\n\n{text.strip()}\n\n</details>"
 
 
 def unsearched(text: str) -> str:
@@ -321,7 +322,7 @@ def beside_note(rows: Sequence[Measurement], beside: Iterable[Measurement]) -> s
     best = max((select.rate(row) or 0.0 for row in rows if row.kind == "peer" and row.name not in late), default=0.0)
     dtype = rows[0].problem.dtype if rows else ""
     return " ".join(
-        f"{peer_title(row.name)} stands here in {row.problem.dtype}, at the same shape in the same session: "
+        f"{title_of(row.name)} stands here in {row.problem.dtype}, at the same shape in the same session: "
         f"{lacks(row.name, dtype)}. Its {number(rate)} TFLOP/s are "
         f"{'faster than any' if rate > best else 'no faster than the best'} in {dtype} there. "
         "Percentages compare only rows of one element type."
@@ -695,10 +696,8 @@ def _accuracy_of(dtype: str, kinds: Mapping[str, Sequence[contests.Accuracy]]) -
     references = dict.fromkeys(short_title(checked.reference) for same in kinds.values() for checked in same)
     over = Column(f"{dtype}: error over that of {' or '.join(references)}, RMS · largest", code)
     every = [(checked, name) for kind in order for checked in kinds[kind] for name in names if name in checked.errors]
-    lines = table(EVERY_ERROR, every).splitlines()
-    return f'{table((over, *map(column, names)), order)}\n??? abstract "{dtype}: every error"\n\n' + "".join(
-        f"    {line}\n" for line in lines
-    )
+    whole = folded(f"{dtype}: every error", table(EVERY_ERROR, every), kind="abstract")
+    return f"{table((over, *map(column, names)), order)}\n{whole}\n"
 
 
 # --- Predictions ------------------------------------------------------------------------------------------------------
@@ -996,7 +995,7 @@ def chips(shown: Results, data: Path = DATA) -> str:
         mine = [problem for problem, theirs in problems.items() if fingerprint in theirs]
         parts = [f"**the ladder**, {shown.first.label}"] if shown.first is not None and shown.first in mine else []
         if others := len(mine) - len(parts):
-            parts.append(f"{others} {'other ' if parts else ''}problem{'' if others == 1 else 's'}")
+            parts.append(several(others, "other problem" if parts else "problem"))
         return " and ".join(parts) or None
 
     def runs(item: Row) -> set[str]:
@@ -1197,20 +1196,16 @@ def check_record(lines: Sequence[Compared]) -> str:
     stages, header = len({line.stage for line in lines}), lines[0].header
     return (
         f"{header.gpu.name}, {header.time[:10]}: {len(lines):,} comparisons of "
-        f"{stages} stage{'s' if stages > 1 else ''}, over {problems:,} problems in {through}. "
+        f"{several(stages, 'stage')}, over {problems:,} problems in {through}. "
         f"{statuses['ok']:,} passed, {len(failures):,} failed, {statuses['unsupported']:,} were not for the stage."
         f"{said}"
     )
 
 
-Comparisons = Sequence[Compared]
-"""Those of one stage and run."""
-
-
 def _checked(what: str, place: int) -> tuple[Column, ...]:
     """The columns of one kind of comparison, the run named last; dashes where a stage has none."""
 
-    def of(lines: Comparisons, *statuses: str) -> int | None:
+    def of(lines: select.Comparisons, *statuses: str) -> int | None:
         return sum(line.status in statuses for line in lines) if lines else None
 
     def failed(item: Row) -> str | None:
@@ -1229,7 +1224,9 @@ def _checked(what: str, place: int) -> tuple[Column, ...]:
 CHECKS = (stage("0"), *_checked("hostile lengths", 1), *_checked("random shapes and strides", 2))
 
 
-def checks(lengths: Mapping[str, Comparisons], drawn: Mapping[str, Comparisons], stages: Iterable[str]) -> str:
+def checks(
+    lengths: Mapping[str, select.Comparisons], drawn: Mapping[str, select.Comparisons], stages: Iterable[str]
+) -> str:
     """The newest comparisons of each stage with the oracle, over hostile lengths and over random shapes and strides.
 
     Args:
