@@ -47,15 +47,16 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
     measured = store.measurements(gpu_slug, data)
     nearest: dict[Problem, int] = {}
     for each in (*tunings, *measured):
-        nearest[each.problem] = min(nearest.get(each.problem, len(AS_IN_A_MODEL)), _state(each))
+        place = choice.from_a_model(_timed(each))
+        nearest[each.problem] = min(nearest.get(each.problem, place), place)
 
     def counts(record: Tuning | Measurement) -> bool:
-        return _state(record) == nearest[record.problem] and _plain(record.problem)
+        return choice.from_a_model(_timed(record)) == nearest[record.problem] and _plain(record.problem)
 
     rounds: dict[Key, dict[str, list[Tuning]]] = {}
     for record in tunings:
         timed = record.status == "ok" and record.cubin is not None
-        if timed and counts(record) and _fits(record.stage, record.parameters):
+        if timed and counts(record) and choice.fits(record.stage, record.parameters):
             rounds.setdefault(Key(record.stage, record.problem), {}).setdefault(record.run, []).append(record)
     made = []
     for key, by_run in rounds.items():
@@ -71,7 +72,7 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
     taken: dict[Key, tuple[bool, str, ChoiceRow]] = {}
     for measurement in able:
         assert measurement.cubin is not None
-        if _fits(measurement.name, measurement.cubin.parameters):
+        if choice.fits(measurement.name, measurement.cubin.parameters):
             key = Key(measurement.name, measurement.problem)
             alone = len({other.name for other in beside[measurement.run, measurement.problem]}) == 1
             made_of = (not alone, measurement.run, _row(key, measurement.cubin.parameters, measurement, variants=0))
@@ -80,25 +81,15 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
     return sorted(made, key=lambda row: (row.stage, row.problem, row.variants))
 
 
-def _fits(name: str, parameters: Mapping[str, int]) -> bool:
-    """Whether a record is a stage's, as it stands now."""
-    stage = registry.STAGES.get(name) or registry.OFF_LADDER.get(name)
-    return stage is not None and parameters.keys() == stage.params.keys()
-
-
 def _plain(problem: Problem) -> bool:
     """Whether shape, mask and element type say all of a problem, as they must in a table's row."""
     return problem == Problem.parse(problem.shape, dtype=problem.dtype, mask=problem.mask)
 
 
-def _state(record: schema.Timed) -> int:
-    """The place in `AS_IN_A_MODEL` of what it was timed in; behind them all where it was in none."""
-    timed = (place for place, cache in enumerate(AS_IN_A_MODEL) if record.samples_of("burst", cache))
-    return min(timed, default=len(AS_IN_A_MODEL)) if record.problem.q_len < FEW_ROWS else len(AS_IN_A_MODEL)
-
-
-def _timed(record: Tuning | Measurement) -> Cache:
-    return (*AS_IN_A_MODEL, "hot")[_state(record)]
+def _timed(record: schema.Timed) -> Cache:
+    """What counts of the states that it was timed in: of few query rows the nearest to a model's calls."""
+    few = record.problem.q_len < FEW_ROWS
+    return next((cache for cache in AS_IN_A_MODEL if few and record.samples_of("burst", cache)), "hot")
 
 
 def _taken(record: Tuning | Measurement) -> Samples:

@@ -21,7 +21,6 @@ from pydantic import (
     JsonValue,
     SerializerFunctionWrapHandler,
     StringConstraints,
-    TypeAdapter,
     WrapSerializer,
     model_validator,
 )
@@ -755,9 +754,6 @@ class StageProfile(_Counted):
         return {name: 100 * count / total for name, count in sorted(self.samples.items(), key=lambda item: -item[1])}
 
 
-COUNTERS: TypeAdapter[StageCounters | PatternCounters] = TypeAdapter(StageCounters | PatternCounters)
-
-
 @lru_cache(maxsize=1024)
 def _parsed(shape: str, dtype: DType, mask: Mask) -> Problem:
     """A table has many rows of a problem, and a first call of `attention` reads it."""
@@ -856,7 +852,7 @@ def to_line(record: BaseModel) -> str:
 
 
 def power_w(samples: Samples | None) -> float | None:
-    """Power under sustained load, W: from the energy counter, else NVML's mean, else its highest; None for bursts.
+    """Power under sustained load, W: from the energy counter, else NVML's mean; None for bursts.
 
     A burst is mostly gaps, and what NVML averages over them is not the power of the call.
     """
@@ -865,4 +861,4 @@ def power_w(samples: Samples | None) -> float | None:
         return None
     if conditions.energy_j_per_call is not None:
         return 1e6 * conditions.energy_j_per_call / fmean(samples.time_us)
-    return conditions.power_w_mean if conditions.power_w_mean is not None else conditions.power_w_max
+    return conditions.power_w_mean

@@ -53,7 +53,7 @@ from flashlab.core.inputs import TRAINED
 from flashlab.core.paths import DATA, digest, signature, writable_dir
 from flashlab.kernels import registry
 from flashlab.record import checks, provenance, schema
-from flashlab.record.schema import COUNTERS, Ceiling, Choices, Judged, Machine, Measurement, Record, Samples, Sanitized
+from flashlab.record.schema import Ceiling, Choices, Judged, Machine, Measurement, Record, Samples, Sanitized
 
 T = TypeVar("T", bound=BaseModel)
 FOLDERS: Mapping[type[BaseModel], str] = {
@@ -86,7 +86,7 @@ _DOCUMENTS: dict[str, TypeAdapter[Any]] = {
 _PARSERS: Mapping[str, Callable[[bytes], Any]] = {
     **{folder: TypeAdapter(kind).validate_json for kind, folder in FOLDERS.items()},
     "runs": TypeAdapter(Record).validate_json,
-    "counters": COUNTERS.validate_json,
+    "counters": TypeAdapter(schema.StageCounters | schema.PatternCounters).validate_json,
     "aside": TypeAdapter(schema.Aside).validate_json,
 }
 

@@ -47,7 +47,7 @@ from pydantic import ValidationError
 
 from flashlab.core.errors import DamagedRecordError
 from flashlab.core.paths import DATA
-from flashlab.core.problem import AS_IN_A_MODEL, Problem
+from flashlab.core.problem import AS_IN_A_MODEL, Cache, Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.record.schema import ChoiceRow as Row
@@ -138,8 +138,8 @@ class Table:
             return len(beside[row.run, row.problem]) > 1, row.run
 
         for position, row in sorted(enumerate(self.rows), key=order, reverse=True):
-            stage, head_dim = registry.STAGES.get(row.stage) or registry.OFF_LADDER.get(row.stage), row.problem.head_dim
-            if stage is not None and row.parameters.keys() == stage.params.keys():
+            if fits(row.stage, row.parameters):
+                head_dim = row.problem.head_dim
                 place = self._places[head_dim][_place(row)]
                 by_stage.setdefault((row.stage, head_dim), []).append((place, position, row))
         return by_stage
@@ -148,9 +148,15 @@ class Table:
         """A stage's rows of a head dim, those of runs that timed another stage there first, and of these the newest:
         number of the place, position in the table, row. Two machines of one product differ by more than some stages do.
 
-        What names other tunables than the stage has (it has changed since) is none.
+        What no longer `fits` the stage is none.
         """
         return self._by_stage.get((stage.id, head_dim), ())
+
+
+def fits(name: str, parameters: Mapping[str, int]) -> bool:
+    """Whether tunables are those of a stage as it stands now; it may have changed since they were recorded."""
+    stage = registry.STAGES.get(name) or registry.OFF_LADDER.get(name)
+    return stage is not None and parameters.keys() == stage.params.keys()
 
 
 def _place(row: Row) -> tuple[Any, ...]:
@@ -351,7 +357,8 @@ def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, dat
     theirs = Ranking(others[0], choices(problem, others[0], arch, sms, others[:1]))
     if not theirs.choices or not _lacks(own, theirs.choices[0], problem):
         return own
-    return own if own.choices and _from_a_model(own.choices[0]) < _from_a_model(theirs.choices[0]) else theirs
+    of_kin = from_a_model(theirs.choices[0].row.timed)
+    return own if own.choices and from_a_model(own.choices[0].row.timed) < of_kin else theirs
 
 
 def _lacks(own: Ranking, taken: Choice, problem: Problem) -> bool:
@@ -367,9 +374,8 @@ def _lenders(arch: str, tables: Iterable[Table]) -> tuple[Table, ...]:
     return tuple(lender for lender in tables if lender.arch == arch)
 
 
-def _from_a_model(choice: Choice) -> int:
-    """How far what its time was taken in is from a model's calls: the place in `AS_IN_A_MODEL`, or behind them all."""
-    timed = choice.row.timed
+def from_a_model(timed: Cache) -> int:
+    """How far what a time was taken in is from a model's calls: the place in `AS_IN_A_MODEL`, or behind them all."""
     return AS_IN_A_MODEL.index(timed) if timed in AS_IN_A_MODEL else len(AS_IN_A_MODEL)
 
 
