@@ -656,6 +656,10 @@ def test_check_counts_and_names_failures(run: Run, monkeypatch: pytest.MonkeyPat
     assert "padded: wrong: output: NaN" in result.err
     assert "1 of 2 checks failed" in result.err
     assert [shown["status"] for shown in run("check", "--on", "gpu", "--json").json] == ["ok", "wrong"]
+    found(replace(row("wrong", "max abs error 0.8"), findings=("race: reads what", "race: writes", "out of bounds")))
+    assert "wrong: max abs error 0.8; race: reads what, and 2 more\n" in run("check", "--on", "gpu").err
+    found(replace(row("wrong", "race: reads what"), findings=("race: reads what",)))
+    assert run("check", "--on", "gpu").err.count("race: reads what") == 1
     counted = replace(row("ok", ""), fallbacks=Fallbacks(renormalized=5, recomputed=7))
     found(counted, counted, row("ok", ""))
     result = run("check", "--on", "gpu")

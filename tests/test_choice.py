@@ -585,6 +585,19 @@ def test_explain_says_whose_choice_an_unknown_gpu_gets(data: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_gpu")
+@pytest.mark.parametrize(
+    ("window", "as_called"), [("511", ()), ("4096,511", ()), ("-1,0", ("--mask", "causal")), ("9,0", None)]
+)
+def test_explain_takes_a_window_as_the_call_does(window: str, as_called: tuple[str, ...] | None) -> None:
+    """A side that hides no key asks for no stage that takes windows, and one of no later keys is the causal mask."""
+    found = as_json(DATA, SMALL.shape, "--gpu", H200, "--window", window)
+    if as_called is None:
+        assert (found["mask"], found["window"]) == ("causal", [9, -1])
+    else:
+        assert found == as_json(DATA, SMALL.shape, "--gpu", H200, *as_called)
+
+
+@pytest.mark.usefixtures("without_gpu")
 def test_explain_falls_back_to_the_last_rung_and_says_so(data: Path) -> None:
     found = as_json(data, "1x8x512x128", "--mask", "causal")
     assert found["stage"] == registry.best(Problem.parse("1x8x512x128"), ARCH).id
@@ -603,6 +616,7 @@ def test_explain_refuses_what_it_cannot_know(data: Path, tmp_path: Path) -> None
         (("1x8x512x64", "--gpu", H200, "--arch", "sm_80"), ParameterError, f"arch: wanted {ARCH}, which {H200} is"),
         (("1x8x512x64", "--gpu", "nvidia-h100-80gb-hbm3", "--arch", "sm_80"), ParameterError, f"arch: wanted {ARCH}"),
         (("1x8x99999999999x64",), ShapeError, "q_len: wanted at most 536870912"),
+        (("1x8x512x64", "--softcap", "1e39"), ParameterError, "softcap: wanted a positive finite number of at most"),
     ):
         refused = explained(data, *arguments)
         assert isinstance(refused.exception, error)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
+from typing import Any
 
 import nbformat
 import pytest
@@ -87,3 +88,13 @@ def test_another_right_answer_passes_and_what_does_not_compile_says_so() -> None
     found = check("mask", "visible_keys(p q_row)")
     assert not found.passed
     assert "the compiler refused the file" in str(found)
+    crashed = check("mask", "1 / 0")
+    assert crashed.trial is not None
+    assert "**crash**: the kernel's process was ended" in trial.explained(crashed.trial)
+    assert "divided by zero" in trial.explained(crashed.trial)
+
+
+@pytest.mark.parametrize("answer", [8, None])
+def test_an_answer_that_is_no_text_is_refused_with_one_that_is(answer: Any) -> None:
+    with pytest.raises(ParameterError, match=rf'answer: wanted C\+\+ as text, got {answer}. `check\("column", "'):
+        check("column", answer)

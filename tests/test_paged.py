@@ -484,6 +484,8 @@ def test_pages_are_of_a_power_of_two() -> None:
     table, lengths = np.zeros((2, 4), np.int32), np.ones(2, np.int32)
     with pytest.raises(errors.ShapeError, match=r"wanted pages of 1, 2, 4, 8, .* keys, got 12"):
         flashlab.paged_attention(np.zeros((2, 4, 1, 64), np.float16), *pools, table, lengths)
+    most = max(registry.get(STAGE).params["PAGE_SIZE"].choices)
+    assert f"power of two of at most {most}." in str(flashlab.paged_attention.__doc__)
 
 
 @needs_compiler

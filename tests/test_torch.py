@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import shared
 from shared import needs_compiler
@@ -414,6 +415,35 @@ def test_windows_and_soft_caps_pass_through_the_operator() -> None:
     windowed = lambda *x: flashlab.torch.attention(*x, causal=True, window=(7, None), stage="08_swizzle")  # noqa: E731
     compiled = torch.compile(windowed, backend="aot_eager", fullgraph=True)
     assert torch.equal(compiled(q, k, v), windowed(q, k, v))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "error"),
+    [
+        *(("scale", value, errors.ParameterError) for value in ("3", True, [0.5])),
+        *(("softcap", value, errors.ParameterError) for value in ("3", None, True)),
+        ("stage", 5, errors.UnknownStageError),
+    ],
+)
+def test_options_that_are_none_such_are_refused_as_by_the_public_call(option: str, value: Any, error: Any) -> None:
+    said = []
+    for call in (flashlab.attention, flashlab.torch.attention):
+        with pytest.raises(error, match=f"{option}: wanted") as refused:
+            call(*qkv(), **{option: value})
+        said.append(str(refused.value))
+    assert said[0] == said[1]
+
+
+@needs_compiler
+def test_numbers_of_other_types_and_ones_that_change_are_options_too() -> None:
+    q, k, v = qkv()
+    by_numpy = flashlab.torch.attention(q, k, v, scale=numpy.float32(0.5), softcap=2, stage="08_swizzle")
+    assert torch.equal(by_numpy, flashlab.attention(q, k, v, scale=0.5, softcap=2.0, stage="08_swizzle"))
+    torch._dynamo.reset()
+    scaled = lambda scale: flashlab.torch.attention(q, k, v, scale=scale, stage=STAGE)  # noqa: E731
+    compiled = torch.compile(scaled, backend="aot_eager", fullgraph=True)
+    for scale in (0.25, 0.5, 1):
+        assert torch.equal(compiled(scale), scaled(scale))
 
 
 @pytest.mark.slow

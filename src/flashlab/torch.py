@@ -20,9 +20,10 @@ from collections.abc import Callable
 from typing import Any
 
 from flashlab.core.errors import DeviceError, DTypeError, MissingPackageError, ShapeError, UnsupportedError
+from flashlab.kernels import registry
 from flashlab.run import arrays, paged, varlen
 from flashlab.run import attention as run
-from flashlab.run.plan import check_causal, lse_shape, window_of
+from flashlab.run.plan import check_causal, lse_shape, scale_of, softcap_of, window_of
 
 try:
     import torch
@@ -169,6 +170,13 @@ def attention(
         if not isinstance(of, torch.Tensor):
             got = type(of).__name__
             raise DeviceError(f"{name}: wanted a torch tensor, got {got}. `flashlab.attention` takes other arrays.")
+    # torch takes True for 1.0, and refuses what is no number or text by an error of its own.
+    if scale is not None and type(scale) is not float:
+        scale = scale_of(scale, q.shape[-1])
+    if type(softcap) is not float:
+        softcap = softcap_of(softcap)
+    if stage is not None and type(stage) is not str:
+        registry.get(stage)
     operator = torch.ops.flashlab.attention_lse if return_lse else torch.ops.flashlab.attention
     sides = None if window is None else window_of(window)
     return operator.default(q, k, v, causal, scale, stage, sides, softcap)

@@ -230,7 +230,15 @@ void meet(unsigned mask, void* mine, void (*body)(void* const (&)[WARP]), const 
 }  // namespace
 
 void warp_collective(unsigned mask, void* mine, void (*body)(void* const (&)[WARP]), const char* name) {
-  meet(mask, mine, body, name, kernel_place(EMULATION_HERE()), false);
+  const Place place = kernel_place(EMULATION_HERE());
+  const int lanes = block().num_threads - thread().id / WARP * WARP;
+  if (body && lanes < WARP) {   // which reads what all lanes bring
+    char text[160];
+    std::snprintf(text, sizeof text, "%s: wanted a whole warp, %d threads, got one of %d at the end of a block of %d", name, WARP,
+                  lanes, block().num_threads);
+    fail_at(place, "misuse", text);
+  }
+  meet(mask, mine, body, name, place, false);
 }
 
 void warp_sync(unsigned mask) { meet(mask, nullptr, nullptr, "__syncwarp", kernel_place(EMULATION_HERE()), true); }

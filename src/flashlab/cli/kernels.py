@@ -260,7 +260,10 @@ def _show_checks(results: CheckRun) -> None:
         say(f"recorded in {results.path}")
     for failed in results.failures:
         how = " ".join(filter(None, (failed.layout, failed.schedule)))
-        say(f"{failed.stage}, {failed.problem.label}, {how}: {failed.status}: {failed.reason}")
+        # A wrong output is the reason beside a finding, which says why it is wrong.
+        first, *more = failed.findings or ("",)
+        also = "" if first in failed.reason else f"; {first}{f', and {len(more)} more' if more else ''}"
+        say(f"{failed.stage}, {failed.problem.label}, {how}: {failed.status}: {failed.reason}{also}")
     reasons = Counter((row.stage, row.reason) for row in results.rows if row.status == "unsupported")
     for (stage, reason), times in reasons.most_common(MOST_REASONS):
         say(f"{stage}: {times} unsupported: {reason}")

@@ -14,11 +14,13 @@ from flashlab.record import store
 from flashlab.run import choice
 from flashlab.run import gpu as devices
 from flashlab.run.choice import Choice, Ranking, Table
-from flashlab.run.plan import check_size
+from flashlab.run.plan import check_size, with_features
 
 
 def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None, data: Path = DATA) -> dict[str, Any]:
     """The choice for a problem on a GPU that need not be here, why, and the two that come next.
+
+    The problem is the one that `flashlab.attention` makes of it: a side of a window that hides no key is left out.
 
     Args:
         gpu: folder name under data/; the GPU at hand where None, else the main one.
@@ -31,12 +33,14 @@ def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None
         ShapeError: `flashlab.attention` takes no arrays of those sizes.
         UnsupportedError: no stage runs the problem there.
         NoDataError: no GPU is named or at hand, and none has a table.
-        ParameterError: nothing says the architecture of `gpu`, or `arch` is another one or without a `gpu`.
+        ParameterError: nothing says the architecture of `gpu`, or `arch` is another one or without a `gpu`; or
+            `flashlab.attention` takes no such soft cap.
         DamagedRecordError: a table cannot be read.
     """
     if arch is not None and gpu is None:
         raise ParameterError(f"arch: wanted --gpu beside it, whose architecture it is, got {arch} alone")
     check_size(problem)
+    problem = with_features(problem, problem.window, problem.softcap)
     name, arch, sm_count = _device(gpu, arch, data)
     ranking = choice.rank(problem, name, arch, sm_count, data)
     kin = ranking.table.gpu if ranking.table is not None and ranking.table.gpu != name else None

@@ -100,7 +100,8 @@ def paged_attention(
         q: (batch, q_heads, q_len, head_dim), float16 or bfloat16, as `flashlab.attention` takes it. The query heads
             that share a K/V head times q_len are at most 64.
         k_cache: (num_pages, kv_heads, page_size, head_dim), any strides, the last dimension contiguous; page_size is a
-            power of two. A cache of (num_pages, page_size, kv_heads, head_dim) comes as `cache.transpose(1, 2)`.
+            power of two of at most 256. A cache of (num_pages, page_size, kv_heads, head_dim) comes as
+            `cache.transpose(1, 2)`.
         v_cache: as `k_cache`.
         page_table: int32 (batch, pages a sequence), on the device of q, the last dimension contiguous: page numbers in
             the order of a sequence's keys. What lies beyond its length is never read.

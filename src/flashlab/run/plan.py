@@ -219,11 +219,7 @@ def with_features(problem: Problem, window: Any, softcap: Any) -> Problem:
         ParameterError: they are none.
     """
     left, right = window_of(window)
-    factor = _factor(softcap)
-    if factor is None or factor < 0:
-        raise ParameterError(
-            f"softcap: wanted a positive finite number of at most {_MAX_FACTOR:.3g}, or 0 for none, got {softcap!r}"
-        )
+    factor = softcap_of(softcap)
     if right == 0 and not problem.causal:
         problem = replace(problem, mask="causal")
     if left >= problem.kv_len - 1:
@@ -246,6 +242,20 @@ def scale_of(scale: Any, head_dim: int) -> float:
         raise ParameterError(
             f"scale: wanted a finite number of at most {_MAX_FACTOR:.3g} either way, or None for 1/sqrt(head_dim), got "
             f"{scale!r}"
+        )
+    return factor
+
+
+def softcap_of(softcap: Any) -> float:
+    """What scores are bounded by; 0: nothing.
+
+    Raises:
+        ParameterError: no such number.
+    """
+    factor = _factor(softcap)
+    if factor is None or factor < 0:
+        raise ParameterError(
+            f"softcap: wanted a positive finite number of at most {_MAX_FACTOR:.3g}, or 0 for none, got {softcap!r}"
         )
     return factor
 

@@ -139,11 +139,13 @@ def check(name: str, answer: str) -> Checked:
     """Run the exercise's kernel with `answer` in the blank on the CPU, looking for races.
 
     Raises:
-        ParameterError: no such exercise, or its line is no longer in the kernel.
+        ParameterError: no such exercise, its line is no longer in the kernel, or the answer is no text.
         OutputError: the edited copy or the compile cache cannot be written.
     """
     exercise = get(name)
     blank = exercise.blank
+    if not isinstance(answer, str):
+        raise ParameterError(f'answer: wanted C++ as text, got {answer!r}. `check("{name}", "{answer}")` works.')
     if answer.strip() in ("", BLANK):
         return Checked(exercise=exercise)
     start = blank.start()
