@@ -616,6 +616,15 @@ def test_results_against_peers(run: Run, data: Path) -> None:
     assert "among the records" in refused.err
 
 
+def test_results_of_a_folder_without_a_sound_row_names_no_nearest_problem(run: Run, tmp_path: Path) -> None:
+    runs = tmp_path / "nvidia-x" / "runs"
+    runs.mkdir(parents=True)
+    (runs / f"{RUN}.jsonl").write_text("", encoding="utf-8")
+    result = run("results", "--data", tmp_path)
+    assert result.code == 1
+    assert "wanted rows of normal on nvidia-x, found none, and none of any other problem\n" in result.err
+
+
 def test_bench_fails_where_a_row_failed(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(problems: Any, **options: Any) -> Path:
         row = measurement(FIRST_STAGE, next(iter(problems)))

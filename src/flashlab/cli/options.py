@@ -112,6 +112,13 @@ def _known_arch(value: Any) -> Any:
     return value
 
 
+def _folder(value: str | None) -> str | None:
+    name = slug(value or "")
+    if value and not name:
+        raise ParameterError(f"gpu: wanted a folder under data/, such as nvidia-h200, or a product name, got {value!r}")
+    return None if value is None else name
+
+
 def _of_checkout(data: Path) -> Path:
     if data == DATA:
         require_checkout("its records, or a folder of others after --data")
@@ -160,7 +167,7 @@ Resume = Annotated[
 Samples = Annotated[int | None, typer.Option(help="Samples of each to aim for; the plan's if not given.", min=2)]
 Gpu = Annotated[
     str | None,
-    typer.Option(parser=slug, metavar="GPU", help="Folder under data/, such as nvidia-h200, or product name."),
+    typer.Option(callback=_folder, metavar="GPU", help="Folder under data/, such as nvidia-h200, or product name."),
 ]
 Arch = Annotated[str | None, typer.Option(callback=_known_arch, help="Architecture, such as sm_90a.")]
 Archs = Annotated[

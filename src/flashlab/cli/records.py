@@ -131,9 +131,9 @@ def _rows(gpu: str, data: Path, conditions: Mapping[str, Any], kinds: Sequence[s
             return [row for problem in asked for row in recorded[problem]]
     every = {problem: None for recorded in problems(tuple(KINDS)) for problem in recorded}
     near = sorted(every, key=lambda problem: _apart(problem, conditions, kinds))[:NEAREST]
+    nearest = f". Nearest of {len(every)} recorded problems: {'; '.join(problem.label for problem in near)}"
     raise NoDataError(
-        f"wanted rows of {what} on {gpu}, found none. Nearest of {len(every)} recorded problems: "
-        f"{'; '.join(problem.label for problem in near)}"
+        f"wanted rows of {what} on {gpu}, found none{nearest if near else ', and none of any other problem'}"
     )
 
 
