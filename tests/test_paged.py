@@ -373,6 +373,15 @@ def test_nothing_is_appended_of_arrays_that_do_not_fit(
     assert np.array_equal(np.from_dlpack(call["k_cache"]), before, equal_nan=True)
 
 
+def test_keys_are_not_written_over_by_values_in_one_cache() -> None:
+    """Caches that take turns in one array are two; one array is none."""
+    call = _appended("numpy")
+    both = np.zeros((2, *call["k_cache"].shape), np.float16).swapaxes(0, 1)
+    flashlab.append_kv(**call | {"k_cache": both[:, 0], "v_cache": both[:, 1]})
+    with pytest.raises(errors.LayoutError, match="v_cache: wanted memory apart from k_cache, got the same"):
+        flashlab.append_kv(**call | {"v_cache": call["k_cache"]})
+
+
 @needs_compiler
 def test_torch_tensors_and_a_cache_of_tokens_before_heads() -> None:
     torch = pytest.importorskip("torch", reason="needs torch: pip install torch")

@@ -24,6 +24,7 @@ from flashlab.core.errors import (
     DeviceError,
     DTypeError,
     InputError,
+    LayoutError,
     ParameterError,
     ShapeError,
     UnknownStageError,
@@ -218,6 +219,8 @@ def _check_appended(views: Mapping[str, DeviceArray]) -> None:
     """Raise what is wrong with the arrays of `append_kv`, but for their numbers."""
     k_cache, v_cache, k, v, table, lengths = views.values()
     _check_cache(k_cache, v_cache)
+    if k_cache.pointer == v_cache.pointer:
+        raise LayoutError("v_cache: wanted memory apart from k_cache, got the same; a separate tensor works")
     _, kv_heads, _, head_dim = k_cache.shape
     if k.shape != v.shape or len(k.shape) != 4 or k.shape[1::2] != (kv_heads, head_dim):
         raise ShapeError(
