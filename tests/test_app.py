@@ -383,6 +383,7 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
         (("bench", "--shape", "16x16"), "BxHxSxD"),
         (("bench", "--shape", "1x8x512x64", "--suite", "first"), "wanted no --suite beside it"),
         (("bench", "--shape", "1x8x512x64", "--sustained-on", "fa3", "--dry-run"), "wanted --sustained SECONDS beside"),
+        (("bench", "--shape", "1x8x512x64", "--sustained", "inf", "--dry-run"), "sustained: wanted seconds, got inf"),
         (("bench", "--stages", "", "--dry-run"), "wanted names joined by commas, or none, got ''"),
         (("bench", "--stages", "99_none"), FIRST_STAGE),
         (("bench", "--peers", "none-such"), "sdpa"),

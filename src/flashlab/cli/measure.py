@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -94,6 +95,8 @@ def bench(
     }
     changes: dict[str, Any] = {name: value for name, value in plan.items() if value is not None}
     if sustained is not None:
+        if not math.isfinite(sustained):
+            raise ParameterError(f"--sustained: wanted seconds, got {sustained}. 5 works.")
         changes["sustained_shapes"] = None
     what: dict[str, Any] = {"stages": named, "peers": opt.names_in(peers), "sources": opt.sources(source)}
     planned = replace(module.plan_of(suite), **changes)
