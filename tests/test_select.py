@@ -308,6 +308,13 @@ def test_stages_that_do_not_take_a_problem_do_not_keep_a_later_run_from_view(tmp
     ]
 
 
+def test_within_a_session_the_run_with_more_states_is_shown(tmp_path: Path) -> None:
+    full, bursts = "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
+    _write(tmp_path, full, measurement("00_naive", FIRST, run=full))
+    _write(tmp_path, bursts, _timed("00_naive", FIRST, bursts, 1.0))
+    assert {row.run for row in select.load(GPU, tmp_path).rows(FIRST)} == {full}
+
+
 def test_a_library_of_another_type_stands_beside_rows_of_its_session(tmp_path: Path) -> None:
     first, second = "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
     bf16 = Problem.parse(FIRST_SHAPE, dtype="bfloat16")

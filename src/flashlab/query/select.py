@@ -19,10 +19,11 @@ first, then the one that tried most of what the policy covers; of several, the n
 neither the ladder nor the libraries that it is held against.
 
 In a session a problem's rows come from the run that the ratio is of, else from the one that tried most of the ladder
-there, of several from the newest; what that run did not try is filled in from the session's other runs: rows of other
-implementations, and samples of the same machine code in other states. Rungs and libraries that the session did not time
-come from the newest other session that did, and libraries' samples in states that it lacks likewise (`elsewhere` finds
-them); a rate over a parent's is given only where both are of one session (`parent_of`).
+there, then of what the policy covers, then took samples in most states, then from the newest; what that run did not try
+is filled in from the session's other runs: rows of other implementations, and samples of the same machine code in other
+states. Rungs and libraries that the session did not time come from the newest other session that did, and libraries'
+samples in states that it lacks likewise (`elsewhere` finds them); a rate over a parent's is given only where both are
+of one session (`parent_of`).
 
 A run that measured a stage off the ladder takes part only where the policy says so: the rungs in it are there to be
 compared with.
@@ -190,7 +191,7 @@ def select(rows: Iterable[Measurement], sessions: Mapping[str, str], policy: Pol
     for problem in sorted(candidates, key=problem_order):
         held = held_against(ratios.get(problem, ()), sessions)
         first = held[0].run if held else ""
-        merged = {key: _merged(runs, first) for key, runs in candidates[problem].items()}
+        merged = {key: _merged(runs, policy.covers, first) for key, runs in candidates[problem].items()}
         tried = {key: _tried(by_name, policy.covers) for key, by_name in merged.items()}
         eligible = [sessions[first]] if first else list(merged)
         if not first and policy.within == "session" and not policy.as_named:
@@ -221,13 +222,21 @@ def _is_as_named(row: Measurement) -> bool:
     return row.cubin is not None and row.cubin.parameters == stage.parameters(row.problem.head_dim, given)
 
 
-def _merged(runs: Mapping[str, Mapping[str, Measurement]], first: str) -> dict[str, Measurement]:
+def _merged(
+    runs: Mapping[str, Mapping[str, Measurement]], covers: Collection[str], first: str
+) -> dict[str, Measurement]:
     """Rows of one problem from the runs of a session, by name.
 
-    Of what several measured, that of the run `first`, else of the one which tried most of the ladder.
+    Of what several measured, that of the run `first`, else of the one which tried most of the ladder, then of `covers`.
     """
+
+    def rank(run: str) -> tuple[bool, int, int, int, str]:
+        of_run = runs[run]
+        states = {(samples.regime, samples.cache) for row in of_run.values() for samples in row.samples}
+        return run == first, len(_tried(of_run, registry.STAGES)), len(_tried(of_run, covers)), len(states), run
+
     by_name: dict[str, Measurement] = {}
-    for run in sorted(runs, key=lambda run: (run == first, len(_tried(runs[run], registry.STAGES)), run)):
+    for run in sorted(runs, key=rank):
         for name, row in runs[run].items():
             known = by_name.get(name)
             if known is None:
