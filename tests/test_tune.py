@@ -354,6 +354,26 @@ def test_a_choice_is_held_against_the_library_in_one_process_alone(tmp_path: Pat
     assert "sdpa" not in tuning.trials_table(tuning.by_key("nvidia-h200", tmp_path)), "a library is no variant"
 
 
+def test_a_choice_is_held_by_the_variant_that_a_bench_named(tmp_path: Path) -> None:
+    """`flashlab bench --stages ID[NAME=VALUE]` times the stage with the tunables that a tuning then chose."""
+    folder = runs_beside_a_tuning(tmp_path)
+    tuned.write_table("nvidia-h200", tmp_path)
+    run = "20260102T030406Z-0123abc"
+    named = registry.variant_name(STAGE.id, {"WARPS": 4})
+    mine = synthetic.measurement(STAGE.id, PROBLEM, run=run)
+    assert mine.cubin is not None
+    cubin = mine.cubin.model_copy(update={"parameters": STAGE.parameters(64)})
+    for row in (
+        mine.model_copy(update={"name": named, "cubin": cubin}),
+        mine.model_copy(update={"name": f"{STAGE.id}@edited", "cubin": cubin}),
+        synthetic.measurement("sdpa", PROBLEM, run=run),
+    ):
+        store.append(folder / f"{run}.jsonl", row)
+    (held,) = tuned.held_against("nvidia-h200", data=tmp_path)
+    assert (held.run, held.small_grids) == (run, False)
+    assert held.time_us == pytest.approx(mine.samples_of().median_us)
+
+
 def test_a_choice_by_another_gpus_records_names_that_gpu(tmp_path: Path) -> None:
     beside, kin = tmp_path / "nvidia-h200" / "tuning", tmp_path / "nvidia-h100-80gb-hbm3"
     beside.mkdir(parents=True)
@@ -477,6 +497,12 @@ def test_the_command_says_what_it_would_try(tmp_path: Path) -> None:
     assert shown.exit_code == 0
     row = {"stage": STAGE.id, "head_dim": 64, "dtype": "float16", "variants": 4}
     assert json.loads(shown.stdout) == [row | {"mask": mask} for mask in ("full", "causal")]
+    shapes = [part for shape in ("1x8x512x128", "1x8x512x64", "2x8x512x128") for part in ("--shape", shape)]
+    shown = CliRunner().invoke(app, ["tune", STAGE.id, *shapes, "--mask", "full", *what[4:], "--json"])
+    assert [row["head_dim"] for row in json.loads(shown.stdout)] == [64, 128], "each shape with its own head dim"
+    refused = CliRunner().invoke(app, [*what, "--shape", "1x8x512x128"]).exception
+    assert isinstance(refused, ParameterError)
+    assert "wanted head dim 64" in str(refused)
     assert not list(tmp_path.iterdir())
 
 

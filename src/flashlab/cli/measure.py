@@ -179,6 +179,7 @@ def tune(
     from flashlab.kernels import registry
     from flashlab.measure import tune as module
     from flashlab.measure.options import Options
+    from flashlab.query.rows import grouped
 
     if (stage is None) == (plan is None):
         raise ParameterError("wanted a STAGE or --plan, got " + ("neither" if stage is None else "both"))
@@ -196,11 +197,13 @@ def tune(
     entry, of_type = registry.get(stage), dtype or "float16"
     how: dict[str, Any] = {"grid": module.parse_grid(entry, param) if param else None, "each": each}
     how["limit"] = limit or module.LIMIT
-    where: dict[str, Any] = {"shapes": shape, "inputs": drawn(inputs)}
+    where: dict[str, Any] = {"inputs": drawn(inputs)}
+    by_dim = grouped(shape or (), lambda text: Problem.parse(text).head_dim)
     rows: list[dict[str, Any]] = []
     tunings: list[list[Task]] = []
-    for dim, of in product(head_dim or entry.head_dims, (mask,) if mask else MASKS):
-        for problem in module.problems_of(head_dim=dim, mask=of, dtype=of_type, shapes=shape):
+    for dim, of in product(head_dim or sorted(by_dim) or entry.head_dims, (mask,) if mask else MASKS):
+        where["shapes"] = shape if head_dim else by_dim.get(dim)
+        for problem in module.problems_of(head_dim=dim, mask=of, dtype=of_type, shapes=where["shapes"]):
             entry.require(problem)
         if dry_run:
             variants = len(module.variants_of(entry, dim, **how))

@@ -191,7 +191,8 @@ def held_against(gpu_slug: str, data: Path = DATA) -> list[Held]:
     for row in store.measurements(gpu_slug, data):
         if row.status == "ok" and row.samples_of() is not None:
             of_run = times.setdefault(row.problem, {}).setdefault(row.run, {})
-            of_run[row.name, items(row.cubin.parameters if row.cubin else {})] = _taken(row).median_us
+            name = row.name.partition("[")[0]  # of a named variant: its tunables are the kernel's
+            of_run[name, items(row.cubin.parameters if row.cubin else {})] = _taken(row).median_us
     compared = []
     for problem, by_run in times.items():
         library = (BESIDE, items({}))
