@@ -335,6 +335,24 @@ def test_a_problem_that_its_kin_was_tuned_nearer_to_gets_its_kins_tunables(data:
     assert tuned.parameters(PINGPONG, "nvidia-h100-pcie", near, data=data) == own[0].parameters, "nobody lends"
 
 
+def test_a_decoders_tunables_are_for_about_as_many_work_tiles(tmp_path: Path) -> None:
+    """SPLITS is a number of blocks a tile: what fills the GPU with 8 tiles is far too many with 512."""
+    d0, one = registry.get("d0_split_kv"), Problem.parse("1x32x8x1x8192x64")
+    won = row(d0, one, 8.5, tile_q=16, WARPS=8, SPLITS=8)
+    written(tmp_path, [won])
+    for problem, taken in (
+        (one, won.parameters),
+        (replace(one, kv_len=1000), won.parameters),
+        (replace(one, q_heads=48, kv_heads=12), won.parameters),
+        (replace(one, batch=2), {}),
+        (replace(one, batch=64), {}),
+        (replace(one, kv_heads=4, q_heads=16), {}),
+    ):
+        assert tuned.parameters(d0, H200, problem, arch=ARCH, data=tmp_path) == taken
+    wide = first(replace(one, batch=64), tmp_path)
+    assert (wide.stage, wide.tuned_on, wide.parameters) == (d0, None, d0.parameters(64))
+
+
 def test_an_architecture_that_cannot_run_that_stage_gets_the_best_that_it_can(data: Path) -> None:
     choice = first(SMALL, data, "nvidia-a100-sxm4-80gb", "sm_80", 108)
     assert choice.stage is SWIZZLE
@@ -405,6 +423,13 @@ def plainly(
         *apart, group = (abs(math.log2(ratio)) for ratio in tuned.ratios(problem, row, sms).values())
         return sum(apart) + 0.25 * group + (3 * (problem.mask != row.problem.mask) + (problem.dtype != row.dtype) / 2)
 
+    def more_tiles(row: tuned.Row) -> float:
+        both = (
+            one.batch * one.kv_heads * math.ceil(one.q_heads // one.kv_heads * one.q_len / row.tile_q)
+            for one in (problem, row.problem)
+        )
+        return next(both) / next(both)
+
     def busiest(one: Problem, row: tuned.Row, sm_count: int) -> float:
         rows = one.q_heads // one.kv_heads * one.q_len
         waves = one.batch * one.q_heads * math.ceil(one.q_len / row.tile_q) / sm_count
@@ -426,7 +451,12 @@ def plainly(
         rows = by_table[found.gpu]
         if stage.by_name_only or stage.why_not(problem, arch) or not rows:
             continue
-        tried = [row for of in lenders for row in by_table[of.gpu] if row.variants and of.arch == arch]
+        tried = [
+            row
+            for of in lenders
+            for row in by_table[of.gpu]
+            if row.variants and of.arch == arch and (stage.id not in registry.DECODE or 0.5 < more_tiles(row) < 2)
+        ]
         tuned_on = min(tried, key=distance, default=None)
         values = stage.parameters(problem.head_dim, tuned_on.parameters if tuned_on else None)
         beside = {(row.run, row.problem) for row in found.rows if row.stage != stage.id}

@@ -4,7 +4,8 @@ A row of the table is one choice of a stage's tunables on one problem, and its t
 become rows). For a problem p, three steps, each the same whether p is on record or not:
 
 1. **Tunables of a stage**: what won on the nearest problem that the stage was tuned on, on this GPU or another one of
-   the same architecture, with the same window and soft cap or none: others are other kernels.
+   the same architecture, with the same window and soft cap or none: others are other kernels. Those for decoding say
+   over how many blocks a work tile's keys are split, so that a problem of half or twice as many tiles lends them none.
 2. **Its time**: that of the stage's nearest row r, scaled by what the busiest SM has to do,
 
        time(p) = fixed + (time(r) - fixed) · waves(p) · keys(p) / (waves(r) · keys(r))
@@ -299,13 +300,14 @@ def ratios(problem: Problem, row: Row, sms: float = 1.0) -> dict[str, float]:
 def _tuned_on(stage: Stage, problem: Problem, tables: Iterable[Table]) -> Row | None:
     """The row of the nearest problem that a stage was tuned on; of equally near ones the first of the first table.
 
-    It is what won there, on however many SMs.
+    It is what won there, on however many SMs. None where it is not near enough: see the module.
     """
     tried = [
         (of.distances(problem, 1.0)[place], number, position, row)
         for number, of in enumerate(tables)
         for place, position, row in of.rows_of(stage, problem.head_dim)
         if row.variants and row.problem.features == problem.features
+        if row.stage not in registry.DECODE or 0.5 < ratios(problem, row)["work tiles"] < 2
     ]
     return min(tried)[3] if tried else None
 
