@@ -376,6 +376,18 @@ def test_comparisons_that_are_told_together_err_together() -> None:
     assert alone.verdict == "no difference shown"
 
 
+def test_a_clear_difference_is_told_in_a_family_of_any_size() -> None:
+    """As many resamples as the family needs: else the least p-value that they can tell, raised, is no longer small."""
+    pytest.importorskip("scipy")
+    one = analysis.effects(exp_axis())[1]
+    family = [dataclasses.replace(one) for _ in range(400)]
+    for effect in family:
+        object.__setattr__(effect, "family", family)
+    for effect in family[1:]:
+        effect.__dict__["p_value"] = family[0].p_value
+    assert family[0].verdict == "slower"
+
+
 def replace_p(one: analysis.Effect, p: float) -> analysis.Effect:
     copy = dataclasses.replace(one, family=())
     copy.__dict__["p_value"] = p

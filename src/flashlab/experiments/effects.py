@@ -105,7 +105,9 @@ class Effect:
     @cached_property
     def p_value(self) -> float | None:
         """How seldom chance alone makes such a ratio of what is alike; None for the first, and without an interval."""
-        return None if self.interval is None else p_value(ratio_of_medians, self._times, 1.0, paired=True)
+        if self.interval is None:
+            return None
+        return p_value(ratio_of_medians, self._times, 1.0, paired=True, comparisons=max(1, len(self.family)))
 
     @property
     def interval(self) -> tuple[float, float] | None:

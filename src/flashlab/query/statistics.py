@@ -7,6 +7,7 @@ would hold on that start, not on the next.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,9 @@ from flashlab.core.errors import ParameterError
 
 CONFIDENCE = 0.95
 RESAMPLES = 4999
+_BELOW = 4
+"""How many times below the limit the least p-value of a family lies: a resample or two on the other side change no
+verdict."""
 SEED = 0
 """Fixed, so that the same samples give the same interval, to the last bit."""
 
@@ -89,13 +93,23 @@ def over_starts(statistic: Statistic, starts: Sequence[Sequence[Sequence[float]]
 
 
 def p_value(
-    statistic: Statistic, starts: Sequence[Sequence[Sequence[float]]], against: float, *, paired: bool = False
+    statistic: Statistic,
+    starts: Sequence[Sequence[Sequence[float]]],
+    against: float,
+    *,
+    paired: bool = False,
+    comparisons: int = 1,
 ) -> float:
-    """How seldom a resample lies on the other side of `against`, on two sides; never below what `RESAMPLES` can tell.
+    """How seldom a resample lies on the other side of `against`, on two sides; never below what the resamples can tell.
+
+    Args:
+        comparisons: of the family that it is raised with. There are enough resamples that the least p-value that they
+            can tell is small after `holm` too.
 
     Arguments and errors otherwise as `over_starts`.
     """
-    drawn = _resampled(statistic, starts, paired=paired)
+    enough = math.ceil(_BELOW * 2 * comparisons / (1 - CONFIDENCE))
+    drawn = _resampled(statistic, starts, paired=paired, resamples=max(RESAMPLES, enough))
     beyond = min(int((drawn <= against).sum()), int((drawn >= against).sum()))
     return min(1.0, 2 * (beyond + 1) / (drawn.size + 1)) if drawn.size > 1 else 1.0
 
@@ -121,8 +135,10 @@ def _arrays(starts: Sequence[Sequence[Sequence[float]]], paired: bool) -> list[t
     ]
 
 
-def _resampled(statistic: Statistic, starts: Sequence[Sequence[Sequence[float]]], *, paired: bool) -> Any:
-    """The statistic of `RESAMPLES` resamples; of one value where there is nothing to resample."""
+def _resampled(
+    statistic: Statistic, starts: Sequence[Sequence[Sequence[float]]], *, paired: bool, resamples: int = RESAMPLES
+) -> Any:
+    """The statistic of as many resamples; of one value where there is nothing to resample."""
     within = []
     for arrays in _arrays(starts, paired):
         if min(map(len, arrays)) < 2:
@@ -135,7 +151,7 @@ def _resampled(statistic: Statistic, starts: Sequence[Sequence[Sequence[float]]]
             statistic,
             paired=paired,
             vectorized=True,
-            n_resamples=RESAMPLES,
+            n_resamples=resamples,
             confidence_level=CONFIDENCE,
             method="percentile",
             rng=np.random.default_rng(SEED),
@@ -144,6 +160,6 @@ def _resampled(statistic: Statistic, starts: Sequence[Sequence[Sequence[float]]]
     if len(within) == 1:
         return within[0]
     rng = np.random.default_rng(SEED)
-    chosen = rng.integers(len(within), size=(RESAMPLES, len(within)))
+    chosen = rng.integers(len(within), size=(resamples, len(within)))
     of_start = np.stack([distribution[rng.integers(distribution.size, size=chosen.shape)] for distribution in within])
     return np.median(np.take_along_axis(of_start, chosen[None], axis=0)[0], axis=1)
