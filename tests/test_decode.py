@@ -456,8 +456,29 @@ def test_the_page_for_decoding_shows_times_as_in_a_model_first(tmp_path: Path, c
     assert "for this GPU yet: `flashlab bench --suite decode` measures it" in nothing, "not that data/ holds none"
     ratio = tables.number(43 / 42)
     assert f"faster than the fastest library at 1 of 1 problems: ratios lie between ×{ratio} " in text
-    assert f"| ×{ratio} | `d2_early_launch` | 42.0 |" in text
+    said = {"rotating": "other K, V", "step": "in a step"}[cache]
+    assert f"| {said} | ×{ratio} | `d2_early_launch` | 42.0 |" in text
     assert f"| `sdpa` | 43.0 | ×{tables.number(37 / 38)} |" in text
+
+
+def test_rows_for_decoding_say_which_calls_they_are_of(tmp_path: Path) -> None:
+    folder = tmp_path / "nvidia-h200" / "runs"
+    folder.mkdir(parents=True)
+    run = "20260102T030405Z-0123abc"
+    for batch, caches in ((1, ("hot", "rotating", "step")), (4, ("hot", "rotating")), (16, ("hot",))):
+        for name in ("d0_split_kv", "sdpa"):
+            row = measurement(
+                "08_swizzle" if name[0] == "d" else name, Problem.parse(f"{batch}x32x8x1x8192x128"), run=run
+            )
+            samples = tuple(row.samples[0].model_copy(update={"cache": cache}) for cache in caches)
+            store.append(folder / f"{run}.jsonl", row.model_copy(update={"name": name, "samples": samples}))
+    store.write_checksums("nvidia-h200", tmp_path)
+    found = select.off_ladder("nvidia-h200", tmp_path, DECODE, select.DECODING)
+    pages.decode_page(pages.Output(root=tmp_path), found)
+    text = (tmp_path / "snippets" / "decode.md").read_text(encoding="utf-8")
+    for batch, calls in ((1, "in a step"), (4, "other K, V"), (16, "same K, V")):
+        assert f"| B{batch} H32/8 Sk8192 D128 fp16 | {calls} |" in text
+    assert "burst, in a step" not in text, "the caption is of every row"
 
 
 def test_the_table_of_steps_is_of_each_batchs_newest_run_beside_libraries_on_the_first_gpu_that_has_some(
@@ -531,7 +552,7 @@ def test_a_page_shows_libraries_and_variants_of_one_session(tmp_path: Path) -> N
     assert ours is not None
     assert library is not None
     ratio = tables.number(library.median_us / ours.median_us)
-    assert f"| B4 H32/8 Sk8192 D128 fp16 | ×{ratio} | `d0_split_kv` |" in text
+    assert f"| B4 H32/8 Sk8192 D128 fp16 | same K, V | ×{ratio} | `d0_split_kv` |" in text
 
 
 @needs_compiler

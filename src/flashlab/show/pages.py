@@ -662,6 +662,8 @@ def _profiles(out: Output, profiles: Sequence[schema.StageProfile], page: str) -
 
 STEPS = Problem.parse("1x32x8x1x8192x128")
 """What the table of steps is of, at one batch."""
+_CALLS: Mapping[Cache, str] = {"step": "in a step", "rotating": "other K, V", "hot": "same K, V"}
+"""Which calls a row of the table for decoding is of."""
 
 
 def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) -> None:
@@ -698,6 +700,7 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
     same = over("hot_us", "library_hot_us")
     columns = (
         Column("problem", lambda line: short(line["problem"])),
+        Column("calls", lambda line: _CALLS[line["cache"]], left=True),
         Column("over the library", over("us", "library_us"), times),
         Column("over FlashInfer", over("us", "serving_us"), times),
         Column("stage", "stage", code, left=True),
@@ -713,6 +716,8 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
         out.snippet("decode.md", "*Not on record for this GPU yet: `flashlab bench --suite decode` measures it*")
         return
     source = select.provenance([row for line in lines for row in line["rows"]], cache=shown_in)
+    if len(caches) > 1:
+        source = source.replace(select.STATES["burst", shown_in], "burst")  # a column says which calls
     ratios = [(line["library_us"] / line["us"], f" ({short(line['problem'])})") for line in lines]
     said = f"The fastest of our kernels is faster than the fastest library at {tables.standing(ratios)}"
     out.snippet("decode.md", f"{said}\n\n{table(columns, lines, drop_empty=True)}\n\n<small>{source}</small>")
