@@ -307,6 +307,16 @@ def test_a_gpu_goes_by_its_product_name_too(run: Run) -> None:
     assert (named.code, named.out) == (0, by_folder.out)
 
 
+def test_every_command_takes_a_product_name(run: Run, data: Path, tmp_path: Path) -> None:
+    assert run("repair", "NVIDIA H200", "--dry-run", "--data", data).err == "0 files to mend\n"
+    where = ("--data", data, "--out", tmp_path / "out", "--json")
+    for command in (("report", "--dry-run", "--source", "replay"), ("sweep", "plan", "--set", "quick")):
+        named, by_folder = (run(*command, "--gpu", gpu, *where) for gpu in ("NVIDIA H200", "nvidia-h200"))
+        assert (named.code, named.out) == (0, by_folder.out)
+    wrong = run("sweep", "plan", "--gpu", "nvidia-h200", "--gpu", "--", *where)
+    assert "or a product name, got '--'" in wrong.err
+
+
 def test_verify_looks_at_every_gpu(run: Run, data: Path) -> None:
     shutil.copytree(data / "nvidia-h200", data / "nvidia-z100")
     for path in (one for one in (data / "nvidia-z100").rglob("*") if one.is_file()):

@@ -174,7 +174,9 @@ def test_sides_are_runs_commits_drivers_or_gpus(two_drivers: Path, monkeypatch: 
     alone = compare.compare(runs[0], runs[2], two_drivers)
     assert {one.starts for one in alone.changes} == {(1, 1)}
     assert alone.noise_percent == pytest.approx(0.5, abs=0.01)  # what other starts of either driver say
-    assert compare.compare(f"{SLUG}+580.1", "0123abc+590.2", two_drivers).changes
+    found = compare.compare(f"{SLUG}+580.1", "0123abc+590.2", two_drivers).changes
+    assert found
+    assert compare.compare("NVIDIA H200+580.1", "0123abc+590.2", two_drivers).changes == found
     assert compare.compare(runs[0], runs[2], two_drivers, mask="full").changes == alone.changes
     monkeypatch.setattr(statistics, "over_starts", lambda *_: pytest.fail("no interval is drawn that nobody asked for"))
     with pytest.raises(NoDataError, match="of mask causal, found none"):

@@ -187,9 +187,7 @@ def _data(data: Path) -> Iterator[Finding]:
 
 
 def repair(
-    gpus: Annotated[
-        list[str] | None, typer.Argument(metavar="GPU", help="Folders under data/; all where none is given.")
-    ] = None,
+    gpus: opt.GpuNames = None,
     *,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")] = False,
     data: opt.Data = DATA,

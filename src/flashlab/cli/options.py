@@ -112,7 +112,9 @@ def _known_arch(value: Any) -> Any:
     return value
 
 
-def _folder(value: str | None) -> str | None:
+def _folder(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return list(map(_folder, value))
     name = slug(value or "")
     if value and not name:
         raise ParameterError(f"gpu: wanted a folder under data/, such as nvidia-h200, or a product name, got {value!r}")
@@ -168,6 +170,22 @@ Samples = Annotated[int | None, typer.Option(help="Samples of each to aim for; t
 Gpu = Annotated[
     str | None,
     typer.Option(callback=_folder, metavar="GPU", help="Folder under data/, such as nvidia-h200, or product name."),
+]
+TheGpu = Annotated[
+    str,
+    typer.Option(callback=_folder, help="Folder under data/ to show, or product name; the one at hand if not given."),
+]
+Gpus = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--gpu", callback=_folder, help="For cells that name no GPU; all that are there if not given. Repeatable."
+    ),
+]
+GpuNames = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="GPU", callback=_folder, help="Folders under data/, or product names; all where none is given."
+    ),
 ]
 Arch = Annotated[str | None, typer.Option(callback=_known_arch, help="Architecture, such as sm_90a.")]
 Archs = Annotated[

@@ -30,7 +30,7 @@ COLUMNS = {
 def report(
     *,
     source: Annotated[str, typer.Option(help="auto, measure or replay; auto measures where there is a GPU.")] = "auto",
-    gpu: Annotated[str, typer.Option(help="Folder under data/ to show; the one at hand if not given.")] = "",
+    gpu: opt.TheGpu = "",
     stages: opt.Stages = None,
     full: Annotated[
         bool, typer.Option("--full", help="Measure all that a report shows; a first look if not given.")
@@ -91,9 +91,7 @@ def sweep(
     *,
     file: Annotated[Path | None, typer.Option(help="TOML; notebooks/cells.toml if not given.")] = None,
     cells: Annotated[str, typer.Option("--set", help="Which set of the file's cells.")] = "full",
-    gpu: Annotated[
-        list[str] | None, typer.Option(help="For cells that name no GPU; all that are there if not given. Repeatable.")
-    ] = None,
+    gpu: opt.Gpus = None,
     ray: Annotated[
         str, typer.Option(help="local: all of this machine's GPUs, by Ray; auto or HOST:PORT: a cluster of Ray's.")
     ] = "",

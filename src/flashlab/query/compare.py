@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from flashlab.core.errors import NoDataError, ParameterError
-from flashlab.core.paths import DATA
+from flashlab.core.paths import DATA, slug
 from flashlab.core.problem import Problem, matching
 from flashlab.query import select, statistics
 from flashlab.query.rows import grouped
@@ -62,8 +62,8 @@ def compare(before: str, after: str, data: Path = DATA, **wanted: object) -> Com
     """Hold all that both sides timed beside each other.
 
     Args:
-        before, after: a GPU's folder, a driver's version, the beginning of a commit or of a run's id; several joined by
-            `+` hold all at once: `nvidia-h200+0123abc`.
+        before, after: a GPU's folder or product name, a driver's version, the beginning of a commit or of a run's id;
+            several joined by `+` hold all at once: `nvidia-h200+0123abc`.
         wanted: fields of the problems to compare, as `matching` takes them; their intervals alone are drawn.
 
     Raises:
@@ -109,7 +109,8 @@ def _side(text: str, rows: list[Measurement], data: Path) -> list[Measurement]:
         rows = [
             row
             for row in rows
-            if part in (row.gpu.slug, row.gpu.driver)
+            if row.gpu.slug in (part, slug(part))
+            or part == row.gpu.driver
             or row.run.startswith(part)
             or (len(part) >= 7 and row.source.commit.startswith(part))
         ]
