@@ -112,6 +112,16 @@ def test_a_grid_that_is_none_is_refused(text: str) -> None:
         tune.parse_grid(STAGE, [text])
 
 
+def test_values_of_one_tunable_given_twice_are_all_tried() -> None:
+    assert tune.parse_grid(STAGE, ["WARPS=2,4", "PADDING=0", "WARPS=8,4"]) == {"WARPS": (2, 4, 8), "PADDING": (0,)}
+
+
+def test_a_shape_given_twice_is_one_problem() -> None:
+    shapes = ["1x8x512x64", "1x8x8x512x512x64", "2x8x512x64"]
+    found = tune.problems_of(head_dim=64, mask="full", dtype="float16", shapes=shapes)
+    assert [problem.shape for problem in found] == ["1x8x512x64", "2x8x512x64"]
+
+
 def test_refused_and_twin_variants_cost_no_gpu_time() -> None:
     start = STAGE.parameters(64)
     crooked = {**start, "TILE_KV": 60}
@@ -497,6 +507,8 @@ def test_the_command_says_what_it_would_try(tmp_path: Path) -> None:
     assert shown.exit_code == 0
     row = {"stage": STAGE.id, "head_dim": 64, "dtype": "float16", "variants": 4}
     assert json.loads(shown.stdout) == [row | {"mask": mask} for mask in ("full", "causal")]
+    again = CliRunner().invoke(app, [*what, "--head-dim", "64", "--data", str(tmp_path), "--json"])
+    assert again.stdout == shown.stdout
     shapes = [part for shape in ("1x8x512x128", "1x8x512x64", "2x8x512x128") for part in ("--shape", shape)]
     shown = CliRunner().invoke(app, ["tune", STAGE.id, *shapes, "--mask", "full", *what[4:], "--json"])
     assert [row["head_dim"] for row in json.loads(shown.stdout)] == [64, 128], "each shape with its own head dim"

@@ -201,7 +201,8 @@ def tune(
     by_dim = grouped(shape or (), lambda text: Problem.parse(text).head_dim)
     rows: list[dict[str, Any]] = []
     tunings: list[list[Task]] = []
-    for dim, of in product(head_dim or sorted(by_dim) or entry.head_dims, (mask,) if mask else MASKS):
+    dims = dict.fromkeys(head_dim or sorted(by_dim) or entry.head_dims)
+    for dim, of in product(dims, (mask,) if mask else MASKS):
         where["shapes"] = shape if head_dim else by_dim.get(dim)
         for problem in module.problems_of(head_dim=dim, mask=of, dtype=of_type, shapes=where["shapes"]):
             entry.require(problem)

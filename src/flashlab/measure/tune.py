@@ -74,7 +74,7 @@ class Key(NamedTuple):
 
 
 def parse_grid(stage: Stage, texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """`NAME=a,b,c` as values to try of a tunable.
+    """`NAME=a,b,c` as values to try of a tunable; those of a name that comes again are added.
 
     Raises:
         ParameterError: no such tunable, or no integers.
@@ -87,7 +87,7 @@ def parse_grid(stage: Stage, texts: Sequence[str]) -> dict[str, tuple[int, ...]]
                 f"--param: wanted one of {', '.join(stage.params) or 'none'} of stage {stage.id}, got {name!r}"
             )
         try:
-            grid[name] = tuple(dict.fromkeys(int(value) for value in values.split(",")))
+            grid[name] = tuple(dict.fromkeys([*grid.get(name, ()), *map(int, values.split(","))]))
         except ValueError:
             raise ParameterError(f"--param {name}: wanted integers joined by commas, got {values!r}") from None
     return grid
@@ -238,7 +238,7 @@ def compile_tasks(tasks: Sequence[Task], *, arch: str, progress: Follow = ignore
 def problems_of(
     *, head_dim: int, mask: Mask, dtype: DType, shapes: Sequence[str] | None = None, inputs: str = NORMAL
 ) -> tuple[Problem, ...]:
-    """The problems of one tuning: the shapes, or the first one of the suites, with that head dim.
+    """The problems of one tuning, each once: the shapes, or the first one of the suites, with that head dim.
 
     Raises:
         ParameterError: a shape of another head dim.
@@ -246,7 +246,8 @@ def problems_of(
     if shapes is None:
         first = Problem.parse(FIRST_SHAPE)
         shapes = (f"{first.batch}x{first.q_heads}x{first.q_len}x{head_dim}",)
-    problems = tuple(Problem.parse(shape, dtype=dtype, mask=mask, inputs=inputs) for shape in shapes)
+    named = (Problem.parse(shape, dtype=dtype, mask=mask, inputs=inputs) for shape in shapes)
+    problems = tuple(dict.fromkeys(named))
     for problem in problems:
         if problem.head_dim != head_dim:
             raise ParameterError(f"--shape: wanted head dim {head_dim}, got {problem.shape}")
