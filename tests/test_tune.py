@@ -582,6 +582,7 @@ def test_a_plan_says_masks_and_type_or_means_all_masks_and_float16(tmp_path: Pat
     assert {task.peers for task in found} == {("sdpa",)}
     for bad, words in (
         ({"a": 1}, "--plan: wanted a JSON list"),
+        ({"long": 99 * ["text"]}, r"plan\.json: wanted a valid list, got .{80}$"),
         ([{"stage": STAGE.id}], "--plan: wanted a JSON list"),
         ([{**short, "variants": [{"NOTHING": 1}]}], "no parameter 'NOTHING'"),
         ([{**short, "masks": ["round"]}], "mask"),

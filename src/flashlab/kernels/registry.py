@@ -536,7 +536,7 @@ def reason(error: Any) -> str:
             return f"{name}: wanted this field, got none"
         case "value_error":
             return f"{name}.{message}" if name else message
-    return f"{name}: {message}, got {error['input']!r}"
+    return f"{name}{': ' if name else ''}{message}, got {error['input']!r:.80}"  # which may be a whole file
 
 
 def load(folder: Path = KERNELS) -> dict[str, Stage]:
