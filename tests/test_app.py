@@ -398,6 +398,7 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
         (("bench", "--stages", "99_none"), FIRST_STAGE),
         (("bench", "--peers", "none-such"), "sdpa"),
         (("bench", "--stages", "none", "--peers", "none"), "at least one stage or peer"),
+        (("bench", "--stages", "none", "--peers", "none", "--dry-run"), "at least one stage or peer"),
         (("bench", "--source", FIRST_STAGE), "STAGE=FILE"),
         (("bench", "--source", f"{FIRST_STAGE}=/none/such.cu"), "a file that exists"),
         (("check", "99_none"), FIRST_STAGE),
@@ -594,6 +595,17 @@ def test_check_takes_kinds_of_inputs_and_says_which_it_leaves_out(run: Run, monk
     assert "trained inputs are left out" in result.err
     run("check", "--on", "gpu")
     assert asked["inputs"] is None  # hostile ones too
+
+
+def test_a_shape_given_twice_is_measured_and_foretold_once(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    some = ("bench", "--dry-run", "--json", "--dtype", "float16", "--stages", "17", "--shape", "1x8x512x64")
+    once = run(*some).json
+    assert len(once["problems"]) == 2
+    assert run(*some, "--shape", "1X8X8X512X512X64").json == once
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(on_cpu, "check_on_cpu", lambda *_, **options: asked.update(options) or CheckRun(None, ()))
+    run("check", "--on", "cpu", "--length", "3x5", "--length", "3X5", "--length", "5x5")
+    assert asked["lengths"] == [(3, 5), (5, 5)]
 
 
 def test_bench_foretells_how_long_it_takes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -213,7 +213,7 @@ def check(
         for fault in registry.faults(registry.parse(name)[0]):
             say(f"{name}: {fault}")
     common: dict[str, Any] = {
-        "lengths": [_length(text) for text in length] if length else None,
+        "lengths": list(dict.fromkeys(map(_length, length))) if length else None,
         "dtypes": (dtype,) if dtype else DTYPES,
         "masks": (mask,) if mask else MASKS,
         "inputs": kinds,
@@ -286,7 +286,7 @@ def kept_wrong(name: str, status: str) -> bool:
 
 def _length(text: str) -> tuple[int, int]:
     """Query and key length from `SQxSK`."""
-    parts = text.split("x")
+    parts = text.lower().split("x")
     if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
         raise ParameterError(f"length: wanted SQxSK, two positive integers such as 113x203, got {text!r}")
     return int(parts[0]), int(parts[1])

@@ -77,7 +77,7 @@ def bench(
     asked = opt.features(window, softcap) if window or softcap else {}
     kinds = kinds_in(inputs or (ALL if suite == "inputs" else NORMAL))
     chosen = matching(suited, head_dim=head_dim, q_len=length)
-    problems = [replace(problem, inputs=kind, **asked) for problem in chosen for kind in kinds]
+    problems = list(dict.fromkeys(replace(problem, inputs=kind, **asked) for problem in chosen for kind in kinds))
     if not problems:
         dims, lengths = ({getattr(problem, name) for problem in suited} for name in ("head_dim", "q_len"))
         raise ParameterError(

@@ -127,7 +127,8 @@ def implementations_of(
         peers: those for the problems where None.
 
     Raises:
-        UnknownStageError, ParameterError: there is none of a name, or no file; or the plan names anything else.
+        UnknownStageError, ParameterError: there is none of a name, no file, or nothing for problems; or the plan names
+            anything else.
     """
     named = {
         name: replace(of_stage, record={"name": name, "kind": "stage", "lse": False})
@@ -135,6 +136,8 @@ def implementations_of(
     }
     for name in libraries.default_names(problems) if peers is None else peers:
         named[name] = Implementation(kind="peer", id=libraries.get(name).name, record={"name": name, "kind": "peer"})
+    if not named and problems:
+        raise ParameterError("wanted at least one stage or peer to measure, got none")
     if unknown := [name for name in plan.sustained_names or () if name not in named]:
         raise ParameterError(f"sustained: wanted names among {', '.join(named)}, got {', '.join(unknown)}")
     return named
@@ -169,8 +172,6 @@ def run(
     wanted = limits.require(limits.CEILINGS if ceilings is True else ceilings or ())
     if not problems and not wanted:
         raise ParameterError("wanted at least one problem or ceiling to measure, got none")
-    if not named and problems:
-        raise ParameterError("wanted at least one stage or peer to measure, got none")
     names = {at: [name for name in named if only is None or only(at, name)] for at in problems}
     if options.resume:
         names, wanted = _left(names, named, plan, options), ceilings_left(wanted, options)
