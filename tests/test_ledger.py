@@ -531,6 +531,8 @@ def test_written_verdicts_are_read_back_and_compared(data: Path, tmp_path: Path)
     path.write_text('{"id": 1}', encoding="utf-8")
     with pytest.raises(DamagedRecordError, match="flashlab claims --write"):
         ledger.read_verdicts(path)
+    with pytest.raises(DamagedRecordError, match=r"wanted verdicts in .*directory.*; `flashlab claims --write`"):
+        ledger.read_verdicts(tmp_path)
 
 
 def test_tables_name_every_claim_and_contradiction(data: Path) -> None:

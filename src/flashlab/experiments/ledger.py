@@ -468,13 +468,13 @@ def read_verdicts(path: Path) -> tuple[Verdict, ...]:
 
     Raises:
         NoDataError: there is no such file.
-        DamagedRecordError: it holds something else.
+        DamagedRecordError: it cannot be read, or holds something else.
     """
     try:
         return tuple(map(Verdict.model_validate, json.loads(path.read_bytes())))
     except FileNotFoundError:
         raise NoDataError(f"wanted verdicts in {path}, found none; `flashlab claims --write` makes them") from None
-    except (ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         message = f"wanted verdicts in {path}, got {error}; `flashlab claims --write` makes them"
         raise DamagedRecordError(message) from error
 
