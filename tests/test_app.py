@@ -981,7 +981,9 @@ def test_train_tells_what_each_model_became(run: Run, monkeypatch: pytest.Monkey
     assert table.out.count("31") == trained.CONFIGS[128].layers
     refused = run("train", "--head-dim", "96")
     assert refused.code == 1
-    assert "wanted one of 64, 128, got [96]" in refused.err
+    assert "wanted one of 64, 128, got 96" in refused.err
+    refused = run("train", "--head-dim", "64", "--head-dim", "96")
+    assert (refused.code, "wanted one of 64, 128, got 96" in refused.err) == (1, True)
 
 
 @pytest.mark.skipif(gpu.available() is None, reason="this machine has a GPU")

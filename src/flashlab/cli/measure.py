@@ -365,9 +365,9 @@ def train(
     """
     from flashlab.measure import trained as module
 
+    if unknown := [str(dim) for dim in head_dim or () if dim not in module.CONFIGS]:
+        raise ParameterError(f"head dim: wanted one of {', '.join(map(str, module.CONFIGS))}, got {', '.join(unknown)}")
     configs = [config for config in module.CONFIGS.values() if not head_dim or config.head_dim in head_dim]
-    if not configs:
-        raise ParameterError(f"head dim: wanted one of {', '.join(map(str, module.CONFIGS))}, got {head_dim}")
     with following("training") as follow:
         models = [
             module.train(replace(config, steps=steps or config.steps), device=f"cuda:{device}", follow=follow)
