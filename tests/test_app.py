@@ -19,11 +19,11 @@ from synthetic import RUN, measurement, write_synthetic
 
 from flashlab.build.parallel import Follow
 from flashlab.cli import app, doctor
-from flashlab.core.errors import CompileError, UnknownStageError
+from flashlab.core.errors import CompileError, NoGpuError, UnknownStageError
 from flashlab.core.inputs import KINDS
 from flashlab.core.paths import ROOT
 from flashlab.core.problem import FIRST_SHAPE, Problem, suite
-from flashlab.experiments import ablation
+from flashlab.experiments import ablation, packed
 from flashlab.kernels import registry
 from flashlab.kernels.registry import ARCHS, STAGES
 from flashlab.measure import bench, check, profile
@@ -437,6 +437,8 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
         (("tune", "--plan", PLAN, "--limit", "3", "--dry-run"), "wanted no --limit"),
         (("tune", "--plan", PLAN, "--head-dim", "80", "--dry-run"), "has head dims 64, 96, 128, 256"),
         (("packed", "--decode", "--mask", "full"), "--mask: wanted no --decode beside it"),
+        (("packed", "--lengths", "none"), "lengths: wanted one of equal, uniform, one_long, short, got none"),
+        (("llama", "--attention", "none"), "attention: wanted one of flashlab, sdpa, fa3, nothing, sdpa_cudnn"),
         (("llama", "--attention", "fa9"), "wanted one of flashlab, sdpa, fa3, nothing, sdpa_cudnn"),
         (("tune", "--plan", "p.json", "--shape", "1x1x64x64", "--dtype", "float16"), "wanted no --dtype, --shape"),
         (("report", "--stages", "99_none"), FIRST_STAGE),
@@ -606,6 +608,22 @@ def test_a_shape_given_twice_is_measured_and_foretold_once(run: Run, monkeypatch
     monkeypatch.setattr(on_cpu, "check_on_cpu", lambda *_, **options: asked.update(options) or CheckRun(None, ()))
     run("check", "--on", "cpu", "--length", "3x5", "--length", "3X5", "--length", "5x5")
     assert asked["lengths"] == [(3, 5), (5, 5)]
+
+
+def test_decoding_is_timed_with_the_library_alone_where_no_stage_is_wanted(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[Any] = []
+
+    def record_rows(_: Any, job: dict[str, Any], *__: Any, **___: Any) -> None:
+        assert job["cases"]
+        names.append(job["names"])
+        raise NoGpuError("none")
+
+    monkeypatch.setattr(packed, "record_rows", record_rows)
+    run("packed", "--decode", "--stages", "none")
+    run("packed", "--decode")
+    assert names == [("flashinfer",), packed.DECODE_NAMES]
 
 
 def test_bench_foretells_how_long_it_takes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

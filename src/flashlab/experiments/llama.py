@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from flashlab.core.errors import refuse_unknown
+from flashlab.core.errors import ParameterError, refuse_unknown
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem
 from flashlab.kernels import peers
@@ -81,10 +81,13 @@ def measure(
         The file, and what has no time, with the reason.
 
     Raises:
-        ParameterError: no such attention.
+        ParameterError: no such attention, or none at all.
         NoGpuError, MissingPackageError, LaunchError, OutputError: as they say.
     """
-    refuse_unknown("attention", dict.fromkeys((*ATTENTIONS, *peers.PEERS)), *attentions)
+    known = dict.fromkeys((*ATTENTIONS, *peers.PEERS))
+    refuse_unknown("attention", known, *attentions)
+    if not attentions:
+        raise ParameterError(f"attention: wanted one of {', '.join(known)}, got none")
     job: Message = {"attentions": list(attentions), "new": new, "batches": list(batches), "prompt": prompt}
     job |= {"repeats": repeats, "geometry": dict(GEOMETRY)}
     return record_rows(ModelRun, job, options, step_s=TIMEOUT_S, total_s=TIMEOUT_S)

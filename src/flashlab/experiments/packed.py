@@ -130,9 +130,11 @@ def measure(
         The file, and what has no time, with the reason.
 
     Raises:
-        ParameterError: no such distribution, or a stage that reads no pages.
+        ParameterError: no such distribution or none at all, or a stage that reads no pages.
         NoGpuError, MissingPackageError, LaunchError, OutputError: as they say.
     """
+    if not distributions:
+        raise ParameterError(f"lengths: wanted one of {', '.join(LENGTHS)}, got none")
     names: Sequence[str] = NAMES
     heads = {"heads": HEADS}
     sequences: Sequence[int | None] = (None,)

@@ -32,10 +32,10 @@ def llama(
     from flashlab.experiments import llama as module
     from flashlab.record import schema, store
 
-    given: dict[str, Any] = {"batches": batch, "prompt": prompt, "new": new, "repeats": repeats}
+    given: dict[str, Any] = {"attentions": opt.names_in(attention), "batches": batch}
+    given |= {"prompt": prompt, "new": new, "repeats": repeats}
     with following("measuring") as follow:
         path, missing = module.measure(
-            opt.names_in(attention) or module.ATTENTIONS,
             **{name: value for name, value in given.items() if value is not None},
             options=replace(module.OPTIONS, data=data, device=device, progress=follow),
         )

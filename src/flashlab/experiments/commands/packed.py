@@ -60,7 +60,7 @@ def packed(
     with following("measuring") as follow:
         path, missing = module.measure(
             decode=decode,
-            **{name: value for name, value in given.items() if value},
+            **{name: value for name, value in given.items() if value is not None},
             options=replace(module.OPTIONS, data=data, device=device, progress=follow),
         )
     rows = module.shown(store.read(path, schema.PackedRun)[0])
