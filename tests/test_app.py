@@ -743,6 +743,14 @@ def test_check_runs_on_the_cpu(run: Run) -> None:
 
 
 @needs_compiler
+def test_a_named_stage_that_takes_none_of_the_problems_is_said(run: Run) -> None:
+    some = ("--on", "cpu", "--length", "5x7", "--softcap", "9", "--dtype", "float16", "--mask", "full")
+    result = run("check", FIRST_STAGE, "08_swizzle", *some)
+    assert (result.code, FIRST_STAGE in result.out) == (0, False)
+    assert f"{FIRST_STAGE}: not checked: none of these problems is for it" in result.err
+
+
+@needs_compiler
 def test_a_problem_too_large_for_the_cpu_is_refused_before_its_inputs_are_made(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

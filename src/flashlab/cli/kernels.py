@@ -231,6 +231,9 @@ def check(
                 module.OPTIONS, data=data, device=device, seed=seed, progress=follow, note=say, resume=resume
             )
             results = module.check_stages(chosen, **common, record=record, emulate=on == "both", options=options)
+    if results.rows and not resume:
+        for name in sorted(set(stage_ids or ()) - {row.stage for row in results.rows}):
+            say(f"{name}: not checked: none of these problems is for it")
     _show_checks(results)
 
 
