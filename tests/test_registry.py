@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from flashlab.core.errors import DataError, ParameterError, UnknownStageError, UnsupportedError
@@ -104,6 +105,11 @@ def test_an_unknown_parameter_is_refused_with_the_known_ones() -> None:
 def test_a_parameter_is_a_non_negative_integer(value: Any) -> None:
     with pytest.raises(ParameterError, match="THREADS: wanted a non-negative integer"):
         get("00_naive").parameters(64, {"THREADS": value})
+
+
+def test_a_tunable_may_be_any_integer() -> None:
+    (value,) = get("00_naive").parameters(64, {"THREADS": np.int64(64)}).values()
+    assert (type(value), value) == (int, 64)
 
 
 def test_an_unknown_stage_is_refused_with_the_known_ones() -> None:

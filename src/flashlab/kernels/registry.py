@@ -18,8 +18,9 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import field, replace
 from itertools import product
+from numbers import Integral
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, SupportsIndex, get_args
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 from pydantic.dataclasses import dataclass
@@ -288,7 +289,7 @@ class Stage:
         """Whether registers may spill to local memory there. What Triton does with them is its own affair."""
         return self.language == "triton" or arch in self.spills.get(head_dim, ())
 
-    def parameters(self, head_dim: int, overrides: Mapping[str, int] | None = None) -> dict[str, int]:
+    def parameters(self, head_dim: int, overrides: Mapping[str, SupportsIndex] | None = None) -> dict[str, int]:
         """Every tunable's value: the default for `head_dim`, replaced by `overrides`; and of `ablations` those named.
 
         Raises:
@@ -298,9 +299,9 @@ class Stage:
         for name, value in (overrides or {}).items():
             if name not in values and name not in self.ablations:
                 raise ParameterError(f"Stage {self.id} has no parameter {name!r}; it has {', '.join(values) or 'none'}")
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
                 raise ParameterError(f"Stage {self.id}, {name}: wanted a non-negative integer, got {value!r}")
-            values[name] = value
+            values[name] = int(value)
         return {name: values[name] for name in (*self.params, *self.ablations) if name in values}
 
     def why_not(self, problem: Problem, arch: str | None = None) -> str | None:
