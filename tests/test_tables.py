@@ -486,11 +486,11 @@ def test_a_prediction_is_scored_by_how_far_outside_its_range_it_lies() -> None:
     stage = registry.STAGES["12_persistent"]
     low = stage.expected[0].low
     of = {
-        value: predictions.Scored(stage=stage, expected=stage.expected[0], measured=value, run="r")
+        value: predictions.Scored(stage=stage, expected=stage.expected[0], measured=value)
         for value in (1.1 * low, 0.9 * low, low)
     }
     assert [tables.outcome(one) for one in of.values()][1:] == ["10 % below", "inside"]
-    nothing = predictions.Scored(stage=stage, expected=stage.expected[0], measured=None, run="")
+    nothing = predictions.Scored(stage=stage, expected=stage.expected[0], measured=None)
     assert tables.outcome(nothing) == "not on record"
     text = tables.predictions([*of.values(), nothing])
     assert text.startswith("Of 3 numbers 1 lie inside their range, 1 above it and 1 below.")
@@ -501,7 +501,7 @@ def test_a_prediction_is_scored_by_how_far_outside_its_range_it_lies() -> None:
 def test_a_predicted_number_at_another_problem_than_the_first_says_which() -> None:
     stage = registry.STAGES["12_persistent"]
     full, causal = (
-        tables.scored([predictions.Scored(stage=stage, expected=one, measured=None, run="")])
+        tables.scored([predictions.Scored(stage=stage, expected=one, measured=None)])
         for one in (replace(stage.expected[0], mask="full"), replace(stage.expected[0], mask="causal"))
     )
     assert full == f"“{stage.expected[0].words}” → –, not on record"
@@ -522,8 +522,8 @@ def test_a_predicted_ratio_is_of_two_rows_of_one_run(tmp_path: Path) -> None:
             store.append(path, measurement(name, FIRST, run=run, seed=seed))
     shown = select.load("nvidia-h200", tmp_path)
     (one,) = predictions.scores(shown, [stage])
-    assert one.run == "20260101T030000Z-0000abc"
-    rates = [select.rate(measurement(name, FIRST, run=one.run, seed=1)) or 0.0 for name in (stage.id, parent)]
+    both = "20260101T030000Z-0000abc"
+    rates = [select.rate(measurement(name, FIRST, run=both, seed=1)) or 0.0 for name in (stage.id, parent)]
     assert one.measured == pytest.approx(rates[0] / rates[1])
 
 

@@ -25,8 +25,6 @@ class Scored:
     expected: Expected
     measured: float | None
     """TFLOP/s or a ratio of rates, as `expected.of` says; None where it is not on record."""
-    run: str
-    """The run it is of; empty where there is none."""
 
     @property
     def off(self) -> float | None:
@@ -51,8 +49,7 @@ def scores(shown: Results, stages: Iterable[Stage] | None = None) -> list[Scored
             else:
                 mine, base = pair(shown, problem, stage.id, over, other)
                 measured = select.speedup(mine, base)
-            run = mine.run if mine and measured else ""
-            scored.append(Scored(stage=stage, expected=expected, measured=measured, run=run))
+            scored.append(Scored(stage=stage, expected=expected, measured=measured))
     return scored
 
 
