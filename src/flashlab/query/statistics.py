@@ -57,11 +57,6 @@ class Estimate:
         return replace(self, value=amount / self.value, low=amount / self.high, high=amount / self.low)
 
 
-def median(times: Any, axis: int = -1) -> Any:
-    """The median along `axis`."""
-    return np.median(times, axis=axis)
-
-
 def ratio_of_medians(above: Any, below: Any, axis: int = -1) -> Any:
     """median(above) / median(below) along `axis`: a speed-up where `above` is the slower one's times."""
     return np.median(above, axis=axis) / np.median(below, axis=axis)
