@@ -100,11 +100,6 @@ def mhz(value: float) -> str:
     return number(value, 4)
 
 
-def thousands(value: float) -> str:
-    """A count with its thousands apart."""
-    return f"{value:,}"
-
-
 def code(text: str) -> str:
     """A name in code type: `05_wmma`."""
     return f"`{text}`"
@@ -175,15 +170,12 @@ class Column:
     left: bool = False
     """Whether it is aligned left, as text is; the first column always is."""
 
-    def value(self, row: Row) -> Any:
-        """The value that a row has, unwritten, as `--json` gives it; None where it has none."""
-        value = self.get(row) if callable(self.get) else _inside(row, self.get)
-        return None if isinstance(value, float) and math.isnan(value) else value
-
     def cell(self, row: Row) -> Cell:
-        """The value as a table shows it."""
-        value = self.value(row)
-        return value if value is None or self.form is None else self.form(value)
+        """What a table shows of a row; None where that has no value."""
+        value: Any = self.get(row) if callable(self.get) else _inside(row, self.get)
+        if value is None or (isinstance(value, float) and math.isnan(value)):
+            return None
+        return self.form(value) if self.form else value
 
 
 def _inside(row: Row, path: str) -> Any:
@@ -910,7 +902,7 @@ RESOURCES = (
     Column("spilled bytes, stored / loaded", lambda item: f"{item[1].spill_store_bytes} / {item[1].spill_load_bytes}"),
     Column("threads per block", "1.threads"),
     Column(
-        "shared memory per block, B", lambda item: item[1].dynamic_smem_bytes + item[1].static_smem_bytes, thousands
+        "shared memory per block, B", lambda item: item[1].dynamic_smem_bytes + item[1].static_smem_bytes, "{:,}".format
     ),
     Column("blocks per SM", "1.blocks_per_sm"),
 )

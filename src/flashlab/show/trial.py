@@ -50,7 +50,6 @@ from flashlab.show.tables import (
     source,
     stage,
     table,
-    thousands,
     tiny,
 )
 from flashlab.verify import oracle
@@ -485,12 +484,12 @@ def _over(ours: int, theirs: int) -> str:
 COUNTERS = (
     stage("0"),
     Column("access", "1", lambda what: what.replace(" ", "\N{NO-BREAK SPACE}"), left=True),
-    Column("requests, emulator", "2.0", thousands),
-    Column("Nsight Compute", "2.1", thousands),
+    Column("requests, emulator", "2.0", "{:,}".format),
+    Column("Nsight Compute", "2.1", "{:,}".format),
     Column("ratio", lambda item: _over(*item[2][:2])),
     Column("passes", lambda item: _PASSES[_OPERATIONS[item[1]][0]][0]),
-    Column("emulator", "2.2", thousands),
-    Column("Nsight Compute", "2.3", thousands),
+    Column("emulator", "2.2", "{:,}".format),
+    Column("Nsight Compute", "2.3", "{:,}".format),
     Column("ratio", lambda item: _over(*item[2][2:])),
 )
 
