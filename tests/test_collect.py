@@ -162,7 +162,7 @@ def test_a_change_is_told_from_the_noise_between_starts(two_drivers: Path) -> No
     assert slower.low < slower.ratio < slower.high < 1
     assert found.differs["driver"] == ("580.1", "590.2")
     assert "GPU" not in found.differs
-    chart = charts.changes(found, found.changes)
+    chart = charts.changes(found)
     assert "590.2" in chart.svg["wide"]
     assert "00_naive at B1 H2 S130 D64 full float16: 0.909, slower" in chart.alt
     back = compare.compare("590.2", "580.1", two_drivers)

@@ -235,7 +235,7 @@ def compare(
         from flashlab.show import charts
 
         try:
-            chart.write_text(charts.changes(comparison, rows).svg["wide"], encoding="utf-8")
+            chart.write_text(charts.changes(comparison).svg["wide"], encoding="utf-8")
         except OSError as error:
             raise OutputError(
                 f"--chart: wanted a file that can be written, in a folder that is there, got {chart}: {error.strerror}"

@@ -512,9 +512,7 @@ def profiles(gpu: str, data: Path = DATA) -> tuple[StageProfile, ...]:
 
 
 def profile_provenance(launches: Sequence[StageProfile]) -> str:
-    """Where profiles come from, for a caption: GPU, problem, tool, date, commit."""
-    if not launches:
-        return ""
+    """Where profiles, one at least, come from, for a caption: GPU, problem, tool, date, commit."""
     labels = {profile.problem.label for profile in launches}
     runs = sorted({profile.run for profile in launches})
     parts = [
@@ -569,7 +567,8 @@ def is_library(row: Measurement) -> bool:
 
 def fastest_peer(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> Measurement | None:
     """The peer with the highest rate, of those in the inputs' own type; None where none has a time."""
-    return _fastest(filter(is_library, rows), regime, cache)
+    timed = [row for row in rows if is_library(row) and rate(row, regime, cache)]
+    return max(timed, key=lambda row: rate(row, regime, cache) or 0.0, default=None)
 
 
 NEAR = 1.05
@@ -610,11 +609,6 @@ def fastest_stage(
         return -sum(is_faster(other, name) for other in near), rates[name][0]
 
     return near[max(near, key=losses_then_rate)] if near else None
-
-
-def _fastest(rows: Iterable[Measurement], regime: Regime, cache: Cache) -> Measurement | None:
-    timed = [row for row in rows if rate(row, regime, cache)]
-    return max(timed, key=lambda row: rate(row, regime, cache) or 0.0, default=None)
 
 
 def parent_of(row: Measurement, rows: Iterable[Measurement]) -> Measurement | None:
@@ -846,9 +840,7 @@ def days(runs: Iterable[str]) -> str:
 
 
 def provenance(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> str:
-    """Where rows come from, for a caption: GPU, clocks, problem, regime, date, commit."""
-    if not rows:
-        return ""
+    """Where rows, one at least, come from, for a caption: GPU, clocks, problem, regime, date, commit."""
     labels = {row.problem.label for row in rows}
     runs = {origin(row, regime, cache)[0]: row for row in rows}
     commits = sorted({commit_label(run, run == row.run and row.source.dirty) for run, row in runs.items()})

@@ -26,7 +26,7 @@ from flashlab.core.problem import STANDARD_SHAPES, Problem, Regime, suite
 from flashlab.kernels import peers, registry
 from flashlab.query import roofline as limits
 from flashlab.query import select
-from flashlab.query.compare import Change, Comparison
+from flashlab.query.compare import Comparison
 from flashlab.query.contests import Across, AgainstPeers, Contest
 from flashlab.query.select import Results
 from flashlab.query.statistics import Estimate
@@ -1152,14 +1152,9 @@ def sass_mix(mixes: Mapping[str, Mapping[str, int]], *, note: str = "") -> Chart
     """The instruction mix of each kernel's machine code: static counts, each bar one kernel's whole.
 
     Args:
-        mixes: counts by class (see sass.py) for each label.
+        mixes: counts by class (see sass.py) for each label, of one kernel at least.
         note: what was compiled: architecture, head dim, element type.
-
-    Raises:
-        NoDataError: `mixes` is empty.
     """
-    if not mixes:
-        raise NoDataError("wanted the instruction mix of at least one kernel, got none")
     counts = {
         label: {group: sum(mix.get(kind, 0) for kind in kinds) for group, kinds in SASS_GROUPS.items()}
         for label, mix in mixes.items()
@@ -1632,19 +1627,14 @@ def intervals(groups: Mapping[str, Sequence[Interval]], *, xlabel: str, ratio: b
     """A forest plot: a value with its interval a row, in named groups, beside the line of no difference.
 
     Args:
-        groups: rows by the name that stands above them.
+        groups: rows, one at least, by the name that stands above them.
         xlabel: what the values are.
         ratio: whether values are ratios, drawn on a logarithmic axis; else differences.
         what: name, alt, caption, provenance and data files, as `Chart` has them.
-
-    Raises:
-        NoDataError: there is no row.
     """
     lines: list[tuple[str, Interval | None]] = []
     for heading, rows in groups.items():
-        lines += [(heading, None), *((row[0], row) for row in rows)] if rows else []
-    if not lines:
-        raise NoDataError(f"wanted at least one effect to draw, found none in {len(groups)} groups")
+        lines += [(heading, None), *((row[0], row) for row in rows)]
 
     def each(axes: Axes, y: float, row: Interval | None, layout: Layout) -> None:
         if row:
@@ -1657,19 +1647,15 @@ def intervals(groups: Mapping[str, Sequence[Interval]], *, xlabel: str, ratio: b
     return _row_chart(lines, each, xlabel=xlabel, reference=(same, {}), log=log, bold=list(groups), **what)
 
 
-def changes(comparison: Comparison, shown: Sequence[Change]) -> Chart:
-    """How many times as fast the second side of a comparison is, with intervals, a group a problem.
-
-    Raises:
-        NoDataError: there is nothing to draw.
-    """
+def changes(comparison: Comparison) -> Chart:
+    """How many times as fast the second side of a comparison is, with intervals, a group a problem."""
     looks: Mapping[str, Look] = {"faster": "better", "slower": "worse"}
     groups: dict[str, list[Interval]] = {}
-    for change in shown:
+    for change in comparison.changes:
         ratio = Estimate(value=change.ratio, low=change.low, high=change.high)
         row = (title_of(change.rows[0].name), ratio, looks.get(change.verdict, "plain"))
         groups.setdefault(change.problem.label, []).append(row)
-    records = [record for change in shown for record in change.rows]
+    records = [record for change in comparison.changes for record in change.rows]
     before, after = comparison.sides
     percent = comparison.noise_percent
     noise = "" if percent is None else f", and noise between starts is {percent:.2f} %"
@@ -1679,7 +1665,8 @@ def changes(comparison: Comparison, shown: Sequence[Change]) -> Chart:
         ratio=True,
         name="compare",
         alt="; ".join(
-            f"{change.name} at {change.problem.label}: {number(change.ratio)}, {change.verdict}" for change in shown
+            f"{change.name} at {change.problem.label}: {number(change.ratio)}, {change.verdict}"
+            for change in comparison.changes
         ),
         caption=f"How many times as fast {after} is as {before}: ratio of medians with its 95 % interval{noise}.",
         **_of_rows(records),
