@@ -435,6 +435,7 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
         (("tune", "09", "--head-dim", "80", "--dry-run"), "Stage 09_wgmma takes head dim"),
         (("tune", "09[TILE_KV=64]", "--dry-run"), "wanted an id alone, got '09_wgmma[TILE_KV=64]'"),
         (("tune", "--plan", PLAN, "--limit", "3", "--dry-run"), "wanted no --limit"),
+        (("tune", "09", "--each", "--limit", "3", "--dry-run"), "--limit: wanted no --each"),
         (("tune", "--plan", PLAN, "--head-dim", "80", "--dry-run"), "has head dims 64, 96, 128, 256"),
         (("packed", "--decode", "--mask", "full"), "--mask: wanted no --decode beside it"),
         (("packed", "--lengths", "none"), "lengths: wanted one of equal, uniform, one_long, short, got none"),

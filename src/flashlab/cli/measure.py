@@ -183,6 +183,8 @@ def tune(
 
     if (stage is None) == (plan is None):
         raise ParameterError("wanted a STAGE or --plan, got " + ("neither" if stage is None else "both"))
+    if each and limit:
+        raise ParameterError("--limit: wanted no --each, which varies one tunable at a time and combines none")
     if resume and plan is None:
         raise ParameterError("--resume: wanted --plan, whose problems stand alone, got the rounds of one STAGE")
     here = {"--dtype": dtype, "--param": param, "--each": each, "--shape": shape, "--limit": limit}
