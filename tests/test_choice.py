@@ -336,7 +336,7 @@ def test_a_problem_that_its_kin_was_tuned_nearer_to_gets_its_kins_tunables(data:
 
 
 def test_a_decoders_tunables_are_for_about_as_many_work_tiles(tmp_path: Path) -> None:
-    """SPLITS is a number of blocks a tile: what fills the GPU with 8 tiles is far too many with 512."""
+    """SPLITS is how many blocks share the keys of one work tile: with 512 tiles, eight each are far too many."""
     d0, one = registry.get("d0_split_kv"), Problem.parse("1x32x8x1x8192x64")
     won = row(d0, one, 8.5, tile_q=16, WARPS=8, SPLITS=8)
     written(tmp_path, [won])

@@ -839,8 +839,11 @@ def days(runs: Iterable[str]) -> str:
     return " to ".join(dict.fromkeys((dates[0], dates[-1])))
 
 
-def provenance(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> str:
-    """Where rows, one at least, come from, for a caption: GPU, clocks, problem, regime, date, commit."""
+def provenance(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cache = "hot", *, state: str = "") -> str:
+    """Where rows, one at least, come from, for a caption: GPU, clocks, problem, regime, date, commit.
+
+    `state`: how they were timed, where that is not the same of all.
+    """
     labels = {row.problem.label for row in rows}
     runs = {origin(row, regime, cache)[0]: row for row in rows}
     commits = sorted({commit_label(run, run == row.run and row.source.dirty) for run, row in runs.items()})
@@ -849,7 +852,7 @@ def provenance(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cac
         f"SM {clocks(rows, regime, cache)}",
         labels.pop() if len(labels) == 1 else f"{len(labels)} problems",
         on_inputs(row.problem for row in rows),
-        STATES[regime, cache],
+        state or STATES[regime, cache],
         days(runs),
         f"commit {', '.join(commits)}",
     ]

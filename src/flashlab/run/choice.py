@@ -5,7 +5,8 @@ become rows). For a problem p, three steps, each the same whether p is on record
 
 1. **Tunables of a stage**: what won on the nearest problem that the stage was tuned on, on this GPU or another one of
    the same architecture, with the same window and soft cap or none: others are other kernels. Those for decoding say
-   over how many blocks a work tile's keys are split, so that a problem of half or twice as many tiles lends them none.
+   over how many blocks the keys of one work tile are split: they are taken from a problem with more than half and less
+   than twice as many work tiles.
 2. **Its time**: that of the stage's nearest row r, scaled by what the busiest SM has to do,
 
        time(p) = fixed + (time(r) - fixed) · waves(p) · keys(p) / (waves(r) · keys(r))

@@ -715,9 +715,8 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
     if not lines:
         out.snippet("decode.md", "*Not on record for this GPU yet: `flashlab bench --suite decode` measures it*")
         return
-    source = select.provenance([row for line in lines for row in line["rows"]], cache=shown_in)
-    if len(caches) > 1:
-        source = source.replace(select.STATES["burst", shown_in], "burst")  # a column says which calls
+    state = "burst" if len(caches) > 1 else ""  # a column says which calls
+    source = select.provenance([row for line in lines for row in line["rows"]], cache=shown_in, state=state)
     ratios = [(line["library_us"] / line["us"], f" ({short(line['problem'])})") for line in lines]
     said = f"The fastest of our kernels is faster than the fastest library at {tables.standing(ratios)}"
     out.snippet("decode.md", f"{said}\n\n{table(columns, lines, drop_empty=True)}\n\n<small>{source}</small>")
