@@ -62,6 +62,29 @@ def test_the_operator_is_the_public_call(dtype: Any, stage: str) -> None:
 
 
 @needs_compiler
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_what_watches_operators_sees_the_call() -> None:
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            operators.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    operators: list[str] = []
+    arrays = qkv()
+    expected = flashlab.torch.attention(*arrays, stage=STAGE)
+    with Seen():
+        assert torch.equal(flashlab.torch.attention(*arrays, stage=STAGE), expected)
+    assert "flashlab.attention.default" in operators
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        assert torch.equal(flashlab.torch.attention(*arrays, stage=STAGE), expected)
+    assert "flashlab::attention" in {event.key for event in profile.key_averages()}
+    traced = torch.jit.trace(lambda *inputs: flashlab.torch.attention(*inputs, stage=STAGE), arrays)
+    others = [array.flip(-1) for array in arrays]
+    others[2] = 2 * others[2]
+    assert torch.equal(traced(*others), flashlab.attention(*others, stage=STAGE))
+
+
+@needs_compiler
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_whole_without_a_warning_and_for_any_length(backend: str) -> None:
     def double(q: Any, k: Any, v: Any) -> Any:

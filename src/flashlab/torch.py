@@ -49,8 +49,16 @@ _OPTIONS = ("causal", "scale", "stage", "window", "softcap")
 """Of every operator, in this order, behind its inputs."""
 
 
-def _define(name: str, call: Callable[..., Any], inputs: str, *, causal: bool, dims: str, return_lse: bool) -> None:
-    """Register an operator: `call` of its `inputs`, as a schema names them, and the options.
+def _plain(q: Any, k: Any, v: Any) -> bool:
+    """Whether tensors hold data and nothing in the dispatcher (functorch, fake tensors, a mode) is to see a call."""
+    plain = type(q) is type(k) is type(v) is torch.Tensor and not q.is_meta
+    return plain and not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None
+
+
+def _define(
+    name: str, call: Callable[..., Any], inputs: str, *, causal: bool, dims: str, return_lse: bool
+) -> Callable[..., Any]:
+    """Register an operator: `call` of its `inputs`, as a schema names them, and the options. Returns its kernel.
 
     Its output lies in memory as q, the first input, does: a model's projection has a token's heads side by side, and
     wants them so. While it is traced, the first three inputs are looked at: `dims` says what their dimensions are.
@@ -68,8 +76,7 @@ def _define(name: str, call: Callable[..., Any], inputs: str, *, causal: bool, d
     def above(*args: Any) -> Any:
         # Here alone the wrappers of torch.func still say that they want a gradient. What is plain takes no second way
         # through the dispatcher: `call` refuses its gradients.
-        plain = type(args[0]) is type(args[1]) is type(args[2]) is torch.Tensor and not args[0].is_meta
-        if plain and not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None:
+        if _plain(*args[:3]):
             return real(*args)
         arrays.refuse_gradients(**dict(zip(names, args, strict=False)))
         with torch._C._AutoDispatchBelowAutograd():
@@ -95,6 +102,7 @@ def _define(name: str, call: Callable[..., Any], inputs: str, *, causal: bool, d
         _library.impl(name, real, key)
     _library.impl(name, above, "Autograd")
     torch.library.register_fake(f"{NAME}::{name}", traced, lib=_library)
+    return real
 
 
 def _varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, **how: Any) -> Any:
@@ -105,8 +113,8 @@ def _varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_se
 # Not `torch.library.custom_op`, whose Python costs the host more than the rest of a call.
 _library = torch.library.Library(NAME, "DEF")
 _PADDED, _INPUTS = "(batch, heads, length, head_dim)", "Tensor q, Tensor k, Tensor v"
-_define("attention", run.attention, _INPUTS, causal=False, dims=_PADDED, return_lse=False)
-_define(
+_attention = _define("attention", run.attention, _INPUTS, causal=False, dims=_PADDED, return_lse=False)
+_attention_lse = _define(
     "attention_lse",
     functools.partial(run.attention, return_lse=True),
     _INPUTS,
@@ -177,9 +185,14 @@ def attention(
         softcap = softcap_of(softcap)
     if stage is not None and type(stage) is not str:
         registry.get(stage)
+    call = (q, k, v, causal, scale, stage, None if window is None else window_of(window), softcap)
+    # A call that nothing in torch observes skips the dispatcher, which costs the host microseconds.
+    observed = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    observed = observed or torch._C._autograd._profiler_enabled() or torch._C._len_torch_function_stack()
+    if not observed and _plain(q, k, v):
+        return (_attention_lse if return_lse else _attention)(*call)
     operator = torch.ops.flashlab.attention_lse if return_lse else torch.ops.flashlab.attention
-    sides = None if window is None else window_of(window)
-    return operator.default(q, k, v, causal, scale, stage, sides, softcap)
+    return operator.default(*call)
 
 
 # --- transformers -----------------------------------------------------------------------------------------------------
