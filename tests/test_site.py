@@ -361,12 +361,12 @@ def test_a_stage_page_names_sustained_rate_cycles_energy_and_its_profile(long_pa
     for value in (burst["tflops"], sustained["tflops"], burst["cycles_per_score"], 1e3 * energy):
         assert isinstance(value, float)
         assert f" {tables.number(value)} |" in line
-    assert "What the units did" in text
+    assert "Unit utilisation" in text
     assert "61.2 %" in text
     assert "| 300 |" in text
     assert "06_cp_async.cu:7" in text
     # A stage without a profile, and without one of its parent, says nothing of units.
-    assert "What the units did" not in (folder / "00_naive.md").read_text(encoding="utf-8")
+    assert "Unit utilisation" not in (folder / "00_naive.md").read_text(encoding="utf-8")
 
 
 def test_the_levers_page_shows_diff_prediction_and_what_came(long_pages: Path, pages: Path) -> None:
@@ -411,7 +411,7 @@ def test_what_was_not_measured_is_said(pages: Path) -> None:
         ("sanitizer", "python scripts/sanitize.py"),
     ):
         assert f"`{command}`" in (snippets / f"{name}.md").read_text(encoding="utf-8")
-    assert "In the SM" not in text
+    assert "Units and warps" not in text
 
 
 def test_method_counts_the_comparisons_on_record(tmp_path: Path) -> None:
