@@ -18,7 +18,7 @@ from flashlab.build.compiler import LaunchShape, launch_shape_fault
 from flashlab.core.errors import EmulationError
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
-from flashlab.run import arguments, gpu, recipes
+from flashlab.run import arguments, emulator, gpu, recipes
 from flashlab.run import attention as attention_module  # type: ignore[attr-defined]
 from flashlab.run.arguments import MAX_SHARES, grid_for, resident_blocks, workspace
 from flashlab.run.kept import Kept
@@ -198,6 +198,24 @@ def test_shares_fall_anywhere_on_tiles(
         )
         assert ran.report.findings == ()
         assert check(ran.out, ran.lse, q, k, v, causal=causal, dtype="float16").passed
+
+
+@needs_compiler
+@pytest.mark.parametrize("schedule", ["ascending", "descending", "seeded:7"])
+@pytest.mark.parametrize(("blocks", "batch"), [(17, 1), (32, 1), (33, 1), (40, 1), (97, 3), (100, 3)])
+def test_parts_are_added_up_in_groups(monkeypatch: pytest.MonkeyPatch, blocks: int, batch: int, schedule: str) -> None:
+    """Of more blocks than a group has: the last group full or not, within a tile's own blocks and across tiles."""
+    _blocks(monkeypatch, blocks)
+    grids, launch = [], emulator.launch
+    monkeypatch.setattr(emulator, "launch", lambda *args, **how: grids.append(how["grid"]) or launch(*args, **how))
+    q, k, v = _random(4, 1, 1, 2600, batch=batch)
+    params = {"WARPS": 2, "WHOLE_TILES": blocks % 2}
+    ran = flashlab.emulate(
+        q, k, v, stage="d16_part_groups", params=params, races=True, return_lse=True, schedule=schedule
+    )
+    assert ran.report.findings == ()
+    assert grids == [(blocks - params["WHOLE_TILES"] * (blocks % batch), 1, 1)]
+    assert check(ran.out, ran.lse, q, k, v, causal=False, dtype="float16").passed
 
 
 @needs_compiler

@@ -91,9 +91,9 @@ def _right(q: Any, k: Any, v: Any, causal: bool) -> tuple[Any, Any]:
         return np.where(total > 0, weights @ v / total, 0.0), (np.log(total) + np.where(total > 0, top, 0))[..., 0]
 
 
-def _refuse_wrong(cache: Cache, q: Any, stage: str, causal: bool = True) -> None:
+def _refuse_wrong(cache: Cache, q: Any, stage: str, causal: bool = True, **params: int) -> None:
     out, lse = flashlab.paged_attention(
-        q, cache.K, cache.V, cache.table, cache.lengths, causal=causal, return_lse=True, stage=stage
+        q, cache.K, cache.V, cache.table, cache.lengths, causal=causal, return_lse=True, stage=stage, params=params
     )
     for row, (k, v) in enumerate(cache.keys):
         expected, expected_lse = _right(q[row], k, v, causal)
@@ -152,6 +152,23 @@ def test_shares_fall_anywhere_on_sequences(
     monkeypatch.setattr(attention_module, "_workspace_on_cpu", lambda *_: work)
     q = np.random.default_rng(blocks).standard_normal((len(lengths), 8, 1, 64)).astype(np.float16)
     _refuse_wrong(Cache(lengths, 16), q, stage)
+    assert [report.findings for report in reports] == [()]
+    assert not work.any()
+
+
+@needs_compiler
+@pytest.mark.parametrize("lengths", [(2600,), (2500, 100, 1)], ids=str)
+@pytest.mark.parametrize("blocks", [34, 67, 97])
+def test_parts_are_added_up_in_groups(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], blocks: int) -> None:
+    """Of more blocks than a group has; the last group may be full, and the workspace is back at 0."""
+    reports, build, launch = [], emulator.build_stage, emulator.launch
+    monkeypatch.setattr(arguments, "CPU_RESIDENT_BLOCKS", blocks)
+    monkeypatch.setattr(emulator, "build_stage", lambda variant, hooks: build(variant, hooks=True))
+    monkeypatch.setattr(emulator, "launch", lambda *args, **how: reports.append(launch(*args, **how)))
+    work = np.zeros(1 << 19, np.uint32)
+    monkeypatch.setattr(attention_module, "_workspace_on_cpu", lambda *_: work)
+    q = np.random.default_rng(blocks).standard_normal((len(lengths), 8, 1, 64)).astype(np.float16)
+    _refuse_wrong(Cache(lengths, 16), q, "d17_paged_part_groups", WARPS=2)
     assert [report.findings for report in reports] == [()]
     assert not work.any()
 
