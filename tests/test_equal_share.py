@@ -209,7 +209,7 @@ def test_parts_are_added_up_in_groups(monkeypatch: pytest.MonkeyPatch, blocks: i
     grids, launch = [], emulator.launch
     monkeypatch.setattr(emulator, "launch", lambda *args, **how: grids.append(how["grid"]) or launch(*args, **how))
     q, k, v = _random(4, 1, 1, 2600, batch=batch)
-    params = {"WARPS": 2, "WHOLE_TILES": blocks % 2}
+    params = {"WARPS": 2, "WHOLE_TILES": blocks % 2, "GROUP": 4 if schedule == "seeded:7" else 16}
     ran = flashlab.emulate(
         q, k, v, stage="d16_part_groups", params=params, races=True, return_lse=True, schedule=schedule
     )

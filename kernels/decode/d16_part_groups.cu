@@ -28,12 +28,12 @@ enum : int {   // for head dim 96, whose rows have 12 chunks; no constants, whos
 constexpr int PART = 4;                              // neighbouring columns that a thread combines: 16 bytes of FP32
 constexpr int ROW_PARTS = HEAD_DIM / PART;
 constexpr int FEW_PARTS = 4, MANY_PARTS = HEAD_DIM < 256 ? 16 : 4;   // of a tile, whose loads are under way together
-constexpr int GROUP = 16;                            // parts of a tile that are added up before the others
 constexpr bool KEEP_TILES_WHOLE = WHOLE_TILES && HEAD_DIM < 256;   // there no register is left for it
 constexpr float LOWEST = -0x1p100f;                  // below every score: the reference of a warp or block that saw no key
 static_assert(STEP_KEYS % MMA_K == 0, "STEP_KEYS must be a multiple of 16");
 static_assert(PIPELINE_STAGES >= 2, "a warp copies into one buffer while it reads another");
 static_assert(SPLITS >= 1, "SPLITS is a number of blocks");
+static_assert(GROUP >= 2, "GROUP is a number of parts that one block adds up");
 static_assert(PREFETCH_STEPS >= 0, "PREFETCH_STEPS is a number of steps");
 
 struct alignas(16) Part {

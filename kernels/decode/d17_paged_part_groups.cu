@@ -31,7 +31,6 @@ constexpr int BATCH_STEPS = WARP / STEP_PAGES;       // that a warp has looked u
 constexpr int PART = 4;                              // neighbouring columns that a thread combines: 16 bytes of FP32
 constexpr int ROW_PARTS = HEAD_DIM / PART;
 constexpr int FEW_PARTS = 4, MANY_PARTS = HEAD_DIM < 256 ? 16 : 8;   // of a tile, whose loads are under way together
-constexpr int GROUP = 16;                            // parts of a tile that are added up before the others
 constexpr unsigned KEY_COUNTS = 64;                  // more than there are keys in a step, and so numbers of them
 constexpr float LOWEST = -0x1p100f;                  // below every score: the reference of a warp or block that saw no key
 static_assert(STEP_KEYS % MMA_K == 0, "STEP_KEYS must be a multiple of 16");
@@ -39,6 +38,7 @@ static_assert(STEP_KEYS <= WARP, "a warp holds a page number for each key of a s
 static_assert((PAGE_SIZE & PAGE_SIZE - 1) == 0, "PAGE_SIZE must be a power of two");
 static_assert(PIPELINE_STAGES >= 2, "a warp copies into one buffer while it reads another");
 static_assert(SPLITS >= 1, "SPLITS is a number of blocks");
+static_assert(GROUP >= 2, "GROUP is a number of parts that one block adds up");
 
 struct alignas(16) Part {
   float x[PART];
