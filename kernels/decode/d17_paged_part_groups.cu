@@ -1,7 +1,7 @@
 // d17_paged_part_groups: d16_part_groups for pages. Parent: d15_short_starts.
 // Question: what does adding up parts in groups gain where the keys lie in pages?
 // Change: of a tile's parts, every group of GROUP is added up by its last block, all groups at once, and the tile's last block adds up
-//         what those leave; parts are reset after their sum has been written; and a tile may have as many blocks as the GPU has room for.
+//         what those leave; a group's parts are reset after its sum has been written; a tile may have as many blocks as the GPU holds.
 // Layout: as the parent's. Requires: as the parent.
 #include "attention.cuh"
 #include "mma.cuh"
@@ -51,10 +51,10 @@ struct Step {
 };
 
 // A block's part of a tile, in the workspace: each word the complement of a float, and 0 before it is written. No float's complement
-// is 0, for arithmetic makes no NaN of all ones. A row's maximum and sum are read by the threads of all its Parts and reset by one.
+// is 0, for arithmetic makes no NaN of all ones. Each Part has a maximum and a sum of its own, so that one thread reads and resets it.
 struct TilePart {
   uint4 O[TILE_Q * ROW_PARTS];   // not yet divided by the sum
-  uint2 max_sum[TILE_Q];
+  uint2 max_sum[TILE_Q * ROW_PARTS];
 };
 
 // Packed rows of a K/V head of a sequence.
@@ -75,27 +75,11 @@ struct LookUp {
   unsigned place;      // K/V head, steps before it in its page, keys of it before every row's window, and all its keys, in one number
 };
 
-// Resets those parts' words to 0 for the next launch, once every thread has read what it needs of them. What is stored before does not
-// wait for these stores, of which there are as many bytes as were read.
-template <typename PlaceOf>
-__device__ __forceinline__ void reset(TilePart* parts, int num_parts, int num_rows, const PlaceOf& place_of) {
-  __syncthreads();
-  for (int i = threadIdx.x; i < num_rows * ROW_PARTS; i += THREADS) {
-    for (int k = 0; k < num_parts; ++k) {
-      TilePart& part = parts[place_of(k)];
-      ptx::st_relaxed_gpu(&part.O[i], make_uint4(0, 0, 0, 0));
-      if (i % ROW_PARTS == 0) ptx::st_relaxed_gpu(&part.max_sum[i / ROW_PARTS], make_uint2(0, 0));
-    }
-  }
-}
-
 // Writes Part i of a block's part, each word as its complement.
 __device__ __forceinline__ void write_part(TilePart& part, int i, const Part& O, float max, float sum) {
   ptx::st_relaxed_gpu(&part.O[i], make_uint4(~__float_as_uint(O.x[0]), ~__float_as_uint(O.x[1]), ~__float_as_uint(O.x[2]),
                                              ~__float_as_uint(O.x[3])));
-  if (i % ROW_PARTS == 0) {
-    ptx::st_relaxed_gpu(&part.max_sum[i / ROW_PARTS], make_uint2(~__float_as_uint(max), ~__float_as_uint(sum)));
-  }
+  ptx::st_relaxed_gpu(&part.max_sum[i], make_uint2(~__float_as_uint(max), ~__float_as_uint(sum)));
 }
 
 struct SharedStorage {
@@ -116,9 +100,15 @@ struct Sum {
   float max, sum;
 };
 
-// Adds up Part i of `num_parts` parts of a tile, COUNT at once, as they come. `place_of(k)` is where part k is. The order is fixed,
-// whichever part comes last: the same sum at every call.
-template <int COUNT, typename PlaceOf>
+// Resets Part i of a part to 0 for the next launch.
+__device__ __forceinline__ void reset(TilePart& part, int i) {
+  ptx::st_relaxed_gpu(&part.O[i], make_uint4(0, 0, 0, 0));
+  ptx::st_relaxed_gpu(&part.max_sum[i], make_uint2(0, 0));
+}
+
+// Adds up Part i of `num_parts` parts of a tile, COUNT at once, as they come, and resets them where RESET. `place_of(k)` is where part k
+// is. The order is fixed, whichever part comes last: the same sum at every call.
+template <int COUNT, bool RESET, typename PlaceOf>
 __device__ __forceinline__ Sum add_up(TilePart* parts, int num_parts, int i, const PlaceOf& place_of) {
   float max = LOWEST, sum = 0.0f;
   Part O = {};
@@ -127,7 +117,7 @@ __device__ __forceinline__ Sum add_up(TilePart* parts, int num_parts, int i, con
     uint2 max_sum[COUNT];
     const auto read = [&](int k) {
       part[k] = ptx::ld_relaxed_gpu(&parts[place_of(from + k)].O[i]);
-      max_sum[k] = ptx::ld_relaxed_gpu(&parts[place_of(from + k)].max_sum[i / ROW_PARTS]);
+      max_sum[k] = ptx::ld_relaxed_gpu(&parts[place_of(from + k)].max_sum[i]);
     };
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) {
@@ -141,6 +131,7 @@ __device__ __forceinline__ Sum add_up(TilePart* parts, int num_parts, int i, con
         continue;
       }
       while (!part[k].x || !part[k].y || !part[k].z || !part[k].w || !max_sum[k].x || !max_sum[k].y) read(k);   // not there yet
+      if (RESET) reset(parts[place_of(from + k)], i);
       new_max = fmaxf(new_max, __uint_as_float(~max_sum[k].x));
     }
     const float rescale = ptx::ex2_approx_ftz(max - new_max);
@@ -629,10 +620,11 @@ attention_d17_paged_part_groups(const __grid_constant__ AttentionParams p, const
     if (num_parts % GROUP != 0) return;
     const auto place_of = [&](int k) { return own_place(num_groups * GROUP + k); };
     for (int i = threadIdx.x; i < tile.num_rows * ROW_PARTS; i += THREADS) {
-      const Sum sum = add_up<MANY_PARTS>(parts, GROUP, i, place_of);
+      const Sum sum = add_up<MANY_PARTS, false>(parts, GROUP, i, place_of);
       write_part(parts[2 * blockIdx.x + 1], i, sum.O, sum.max, sum.sum);
+      // Not before: the stores are as many bytes as were read, and the tile's last block waits for the sum.
+      for (int k = 0; k < GROUP; ++k) reset(parts[place_of(k)], i);
     }
-    reset(parts, GROUP, tile.num_rows, place_of);
     return;
   }
   // The last block of the tile: parts that are in no full group, then the groups' sums, which take longer to come.
@@ -642,8 +634,8 @@ attention_d17_paged_part_groups(const __grid_constant__ AttentionParams p, const
   };
   const int num = num_single + num_groups;
   for (int i = threadIdx.x; i < tile.num_rows * ROW_PARTS; i += THREADS) {
-    const Sum sum = num <= FEW_PARTS ? add_up<FEW_PARTS>(parts, num, i, place_of) : add_up<MANY_PARTS>(parts, num, i, place_of);
+    const Sum sum =
+        num <= FEW_PARTS ? add_up<FEW_PARTS, true>(parts, num, i, place_of) : add_up<MANY_PARTS, true>(parts, num, i, place_of);
     finish(tile, i / ROW_PARTS, i % ROW_PARTS, sum.O, sum.max, sum.sum);
   }
-  reset(parts, num, tile.num_rows, place_of);
 }
