@@ -256,7 +256,6 @@ def test_only_a_stage_that_can_be_split_is() -> None:
 
 
 def test_a_paired_interval_holds_the_ratio_and_shrinks_with_rounds() -> None:
-    pytest.importorskip("scipy")
     generator = np.random.default_rng(1)
     drift = generator.normal(1.0, 0.05, size=100)  # what both of a round meet
     slow = list(1.2 * drift * generator.normal(1.0, 0.005, size=100))
@@ -308,7 +307,6 @@ def exp_axis(run: str = synthetic.RUN, factor: float = 1.0) -> list[Ablation]:
 
 
 def test_effects_are_beside_the_first_level_of_the_newest_run() -> None:
-    pytest.importorskip("scipy")
     found = analysis.effects([*exp_axis("20270102T030405Z-0123abc", 2.0), *exp_axis(), ablation("exp", "gone", 1.0)])
     assert [one.name for one in found] == ["2^x", "__expf", "expf"]
     first, slower, refused = found
@@ -323,7 +321,6 @@ def test_effects_are_beside_the_first_level_of_the_newest_run() -> None:
 
 
 def test_a_level_that_is_refused_now_has_no_ratio_of_before() -> None:
-    pytest.importorskip("scipy")
     now = [
         ablation("exp", "2^x", 1000.0, run="20270102T030405Z-0123abc"),
         ablation("exp", "expf", None, run="20270102T030405Z-0123abc"),
@@ -339,7 +336,6 @@ def _started(run: str, boot: str, times: Mapping[str, float]) -> list[Ablation]:
 
 
 def test_an_effect_is_over_starts_of_one_code() -> None:
-    pytest.importorskip("scipy")
     starts = [
         _started(f"2027010{day}T030405Z-0123abc", f"0000000{day}", {"2^x": 1000.0, "__expf": 1000.0 * ratio})
         for day, ratio in enumerate((1.01, 1.02, 1.04), start=1)
@@ -365,7 +361,6 @@ def test_an_effect_is_over_starts_of_one_code() -> None:
 
 def test_comparisons_that_are_told_together_err_together() -> None:
     """What one comparison alone shows may be chance among many."""
-    pytest.importorskip("scipy")
     near, far = analysis.effects(exp_axis())[1:], analysis.effects(exp_axis())
     one = near[0]
     assert one.verdict == "slower"
@@ -378,7 +373,6 @@ def test_comparisons_that_are_told_together_err_together() -> None:
 
 def test_a_clear_difference_is_told_in_a_family_of_any_size() -> None:
     """As many resamples as the family needs: else the least p-value that they can tell, raised, is no longer small."""
-    pytest.importorskip("scipy")
     one = analysis.effects(exp_axis())[1]
     family = [dataclasses.replace(one) for _ in range(400)]
     for effect in family:
@@ -395,7 +389,6 @@ def replace_p(one: analysis.Effect, p: float) -> analysis.Effect:
 
 
 def test_effects_measured_again_are_held_against_each_other(tmp_path: Path) -> None:
-    pytest.importorskip("scipy")
     folder = tmp_path / "nvidia-h200" / "ablations"
     folder.mkdir(parents=True)
     assert "No effect was measured" in analysis.agreement("nvidia-h200", tmp_path)
@@ -408,7 +401,6 @@ def test_effects_measured_again_are_held_against_each_other(tmp_path: Path) -> N
 
 
 def test_shares_are_of_the_whole_stage() -> None:
-    pytest.importorskip("scipy")
     times = {"nothing": 1000.0, "qk": 800.0, "softmax": 700.0, "pv": 700.0, "memory": 1010.0}
     found = analysis.shares([part("06_cp_async", *one) for one in reversed(times.items())])
     assert [one.name for one in found] == list(ablate.PARTS)
@@ -419,7 +411,6 @@ def test_shares_are_of_the_whole_stage() -> None:
 
 
 def test_charts_and_tables_show_what_was_expected_and_what_came() -> None:
-    pytest.importorskip("scipy")
     found = analysis.effects(exp_axis())
     drawn = analysis.chart(found)
     assert "__expf: 1.2" in drawn.alt
@@ -509,7 +500,6 @@ def test_parts_are_recorded_without_a_verdict_and_never_as_measurements(tmp_path
 
 @pytest.mark.usefixtures("_hopper")
 def test_levers_take_turns_with_their_stage_as_it_is(tmp_path: Path) -> None:
-    pytest.importorskip("scipy")
     first, second = levers.names()[:2]
     steps: list[tuple[int, int, str]] = []
     path = ablate.measure_levers(
@@ -543,7 +533,6 @@ def test_levers_take_turns_with_their_stage_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_lever_is_shown_beside_what_it_was_measured_with() -> None:
-    pytest.importorskip("scipy")
     first, second = levers.names()[:2]
     later = "20270102T030405Z-0123abc"
     found = [
@@ -570,7 +559,6 @@ def test_a_lever_is_shown_beside_what_it_was_measured_with() -> None:
 
 
 def test_the_notebook_shows_what_is_recorded(tmp_path: Path) -> None:
-    pytest.importorskip("scipy")
     data = tmp_path / "data"
     synthetic.write_synthetic(data, problems=[PROBLEM])
     times = {"nothing": 1000.0, "qk": 800.0, "softmax": 700.0, "pv": 700.0, "memory": 1010.0}

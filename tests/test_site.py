@@ -370,7 +370,6 @@ def test_a_stage_page_names_sustained_rate_cycles_energy_and_its_profile(long_pa
 
 
 def test_the_levers_page_shows_diff_prediction_and_what_came(long_pages: Path, pages: Path) -> None:
-    pytest.importorskip("scipy")
     measured, *others = levers.choose()
     text, empty = (
         (folder / "generated" / "snippets" / "levers.md").read_text(encoding="utf-8") for folder in (long_pages, pages)

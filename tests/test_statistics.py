@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from flashlab.core.errors import ParameterError
-from flashlab.query.statistics import holm, interval, over_starts, p_value, ratio_of_medians
+from flashlab.query import statistics
+from flashlab.query.statistics import holm, interval, median, over_starts, p_value, ratio_of_medians
 
 
 def _times(centre: float, seed: int, count: int = 40) -> list[float]:
@@ -19,6 +20,25 @@ def test_one_start_is_an_interval_of_its_samples() -> None:
     assert one == over_starts(np.median, [[times]])
     assert one.starts == 1
     assert one.low < one.value == float(np.median(times)) < one.high
+
+
+@pytest.mark.parametrize("count", [1, 2, 15, 40])
+def test_a_median_is_numpys_to_the_last_bit(count: int) -> None:
+    values = np.random.default_rng(count).normal(100, 0.1, (7, count, 5))
+    for axis in range(3):
+        assert np.array_equal(median(values, axis=axis), np.median(values, axis=axis))
+    assert np.array_equal(median(values), np.median(values, axis=-1))
+
+
+def test_paired_samples_are_drawn_together_and_others_one_by_one() -> None:
+    """The seed's own draws, by hand: rounds once where samples are paired, else entries of each in turn."""
+    above, below = np.asarray(_times(100, 1, 30)), np.asarray(_times(99, 2, 30))
+    rng = np.random.default_rng(statistics.SEED)
+    first, second = (rng.integers(30, size=(statistics.RESAMPLES, 30)) for _ in range(2))
+    for paired, entries in ((True, first), (False, second)):
+        ratios = np.median(above[first], axis=-1) / np.median(below[entries], axis=-1)
+        told = interval(ratio_of_medians, list(above), list(below), paired=paired)
+        assert (told.low, told.high) == tuple(np.percentile(ratios, (2.5, 97.5)))
 
 
 def test_starts_that_differ_widen_the_interval() -> None:

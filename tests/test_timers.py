@@ -307,7 +307,7 @@ def test_what_one_problem_or_timer_loses_is_not_the_others(seconds: float, monke
 def test_measuring_needs_none_of_what_shows_results(tmp_path: Path) -> None:
     code = (
         "import sys\n"
-        "for name in ('scipy', 'pandas', 'seaborn', 'matplotlib', 'papermill', 'nbformat', 'tqdm'):\n"
+        "for name in ('pandas', 'seaborn', 'matplotlib', 'papermill', 'nbformat', 'tqdm'):\n"
         "    sys.modules[name] = None\n"
         "from pathlib import Path\n"
         "from flashlab.experiments import timers\n"

@@ -18,7 +18,7 @@ from flashlab.core.paths import DATA, slug
 from flashlab.core.problem import Problem, matching
 from flashlab.query import select
 from flashlab.query.rows import grouped
-from flashlab.query.statistics import over_starts
+from flashlab.query.statistics import median, over_starts
 from flashlab.record import store
 from flashlab.record.schema import Measurement
 
@@ -137,7 +137,7 @@ def _grouped(rows: Iterable[Measurement]) -> dict[Key, list[Measurement]]:
 
 def _change(key: Key, before: Sequence[Measurement], after: Sequence[Measurement], noise: float | None) -> Change:
     of_starts = ([(samples.time_us,) for row in rows if (samples := row.samples_of())] for rows in (before, after))
-    ours, theirs = (over_starts(np.median, starts) for starts in of_starts)
+    ours, theirs = (over_starts(median, starts) for starts in of_starts)
     ratio = ours.value / theirs.value
     # The sides are of starts of their own: the ends of both intervals, so that the ratio's is rather too wide.
     low, high = ours.low / theirs.high, ours.high / theirs.low

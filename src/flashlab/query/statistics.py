@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -57,9 +59,16 @@ class Estimate:
         return replace(self, value=amount / self.value, low=amount / self.high, high=amount / self.low)
 
 
+def median(values: Any, axis: int = -1) -> Any:
+    """`np.median` of numbers, to the last bit, by sorting: of resamples, which are short rows, many times as fast."""
+    ordered = np.sort(values, axis=axis)
+    count = ordered.shape[axis]
+    return np.take(ordered, ((count - 1) // 2, count // 2), axis=axis).mean(axis=axis)
+
+
 def ratio_of_medians(above: Any, below: Any, axis: int = -1) -> Any:
     """median(above) / median(below) along `axis`: a speed-up where `above` is the slower one's times."""
-    return np.median(above, axis=axis) / np.median(below, axis=axis)
+    return median(above, axis=axis) / median(below, axis=axis)
 
 
 def interval(statistic: Statistic, *samples: Sequence[float], paired: bool = False) -> Estimate:
@@ -139,22 +148,19 @@ def _resampled(
         if min(map(len, arrays)) < 2:
             within.append(np.asarray([statistic(*arrays, axis=-1)], dtype=np.float64))
             continue
-        from scipy.stats import bootstrap  # Half a second to import: the command line starts without it.
-
-        drawn = bootstrap(
-            arrays,
-            statistic,
-            paired=paired,
-            vectorized=True,
-            n_resamples=resamples,
-            confidence_level=CONFIDENCE,
-            method="percentile",
-            rng=np.random.default_rng(SEED),
-        )
-        within.append(drawn.bootstrap_distribution)
+        lengths = [len(arrays[0])] if paired else map(len, arrays)
+        drawn = zip(arrays, cycle(_draws(tuple(lengths), resamples)), strict=False)  # paired: the same rounds of each
+        within.append(statistic(*(values[entries] for values, entries in drawn), axis=-1))
     if len(within) == 1:
         return within[0]
     rng = np.random.default_rng(SEED)
     chosen = rng.integers(len(within), size=(resamples, len(within)))
     of_start = np.stack([distribution[rng.integers(distribution.size, size=chosen.shape)] for distribution in within])
-    return np.median(np.take_along_axis(of_start, chosen[None], axis=0)[0], axis=1)
+    return median(np.take_along_axis(of_start, chosen[None], axis=0)[0])
+
+
+@lru_cache(maxsize=4)
+def _draws(lengths: tuple[int, ...], resamples: int) -> tuple[Any, ...]:
+    """Of samples of so many entries, those that each resample draws: always the same."""
+    rng = np.random.default_rng(SEED)
+    return tuple(rng.integers(length, size=(resamples, length)) for length in lengths)
