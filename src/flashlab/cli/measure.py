@@ -205,7 +205,7 @@ def tune(
     tunings: list[list[Task]] = []
     dims = dict.fromkeys(head_dim or sorted(by_dim) or entry.head_dims)
     for dim, of in product(dims, (mask,) if mask else MASKS):
-        where["shapes"] = shape if head_dim else by_dim.get(dim)
+        where["shapes"] = module.shapes_for(entry, dim, shape if head_dim else by_dim.get(dim))
         for problem in module.problems_of(head_dim=dim, mask=of, dtype=of_type, shapes=where["shapes"]):
             entry.require(problem)
         if dry_run:
@@ -217,6 +217,7 @@ def tune(
             tunings.append(module.tune(stage, head_dim=dim, mask=of, dtype=of_type, **how, **where))
     if dry_run:
         answer(rows, ("stage", "head_dim", "mask", "dtype", "variants"))
+        say("at most so many: variants that do not compile are left out before any is timed")
     else:
         _show_tuned(tunings)
 

@@ -146,11 +146,12 @@ def read_plan(path: Path) -> list[Task]:
     for entry in entries:
         stage = registry.get(entry.stage)
         chosen = tuple(_unique(stage.parameters(entry.head_dim, variant) for variant in entry.variants))
+        shapes = shapes_for(stage, entry.head_dim, entry.shapes)
         for name in entry.peers:
             peers.get(name)
         for dtype in [entry.dtype] if isinstance(entry.dtype, str) else entry.dtype:
             for mask in entry.masks:
-                for problem in problems_of(head_dim=entry.head_dim, mask=mask, dtype=dtype, shapes=entry.shapes):
+                for problem in problems_of(head_dim=entry.head_dim, mask=mask, dtype=dtype, shapes=shapes):
                     stage.require(problem)
                     tasks.append(Task(Key(stage.id, problem), chosen, entry.peers))
     return tasks
@@ -235,17 +236,29 @@ def compile_tasks(tasks: Sequence[Task], *, arch: str, progress: Follow = ignore
     return compiled
 
 
+def shapes_for(stage: Stage, head_dim: int, shapes: Sequence[str] | None) -> Sequence[str]:
+    """The shapes of a stage's tuning: those given, or the first one of the suites, with that head dim.
+
+    Raises:
+        ParameterError: none is given for a stage of few query rows, which the first one is not for.
+    """
+    first = Problem.parse(FIRST_SHAPE)
+    if not shapes and stage.max_rows is not None and head_dim in stage.head_dims:
+        raise ParameterError(
+            f"--shape: wanted one, such as 16x32x8x1x8192x{head_dim}, for {stage.id}, which takes at most "
+            f"{stage.max_rows} query rows a K/V head (query heads that share it times q_len), got none"
+        )
+    return shapes or (f"{first.batch}x{first.q_heads}x{first.q_len}x{head_dim}",)
+
+
 def problems_of(
-    *, head_dim: int, mask: Mask, dtype: DType, shapes: Sequence[str] | None = None, inputs: str = NORMAL
+    *, head_dim: int, mask: Mask, dtype: DType, shapes: Sequence[str], inputs: str = NORMAL
 ) -> tuple[Problem, ...]:
-    """The problems of one tuning, each once: the shapes, or the first one of the suites, with that head dim.
+    """The problems of one tuning, each once.
 
     Raises:
         ParameterError: a shape of another head dim.
     """
-    if shapes is None:
-        first = Problem.parse(FIRST_SHAPE)
-        shapes = (f"{first.batch}x{first.q_heads}x{first.q_len}x{head_dim}",)
     named = (Problem.parse(shape, dtype=dtype, mask=mask, inputs=inputs) for shape in shapes)
     problems = tuple(dict.fromkeys(named))
     for problem in problems:
@@ -280,6 +293,7 @@ def tune(
         NoGpuError, LaunchError, MissingPackageError, OutputError: as they say.
     """
     stage = registry.get(stage_id)
+    shapes = shapes_for(stage, head_dim, shapes)
     problems = problems_of(head_dim=head_dim, mask=mask, dtype=dtype, shapes=shapes, inputs=inputs)
     here = gpu.info(options.device)
     arch, slug = here.arch, here.slug
