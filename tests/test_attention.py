@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 import io
 import os
 import pickle
@@ -436,17 +437,27 @@ def test_a_soft_cap_may_be_a_number_of_numpy() -> None:
     assert (found.problem.softcap, type(found.problem.softcap)) == (2.0, float)
 
 
-@pytest.mark.parametrize("causal", [1, "no", None])
-def test_every_call_wants_causal_to_be_true_or_false(causal: Any) -> None:
+@pytest.mark.parametrize("value", [1, "no", None, np.True_])
+@pytest.mark.parametrize("flag", ["causal", "return_lse", "check"])
+def test_every_call_wants_flags_to_be_true_or_false(flag: str, value: Any) -> None:
     one, pool, stored = (np.zeros((1, 1, 1, 128), kind) for kind in (np.float16, np.float16, ml_dtypes.float8_e4m3fn))
     pages = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
-    for call in (
-        lambda: flashlab.attention(one, one, one, causal=causal),
-        lambda: flashlab.paged_attention(one, pool, pool, *pages, causal=causal),
-        lambda: flashlab.fp8_attention(stored, stored, stored, causal=causal),
-    ):
-        with pytest.raises(errors.ParameterError, match="causal: wanted True or False"):
-            call()
+    row, ends = one[0], np.asarray([0, 1], np.int32)
+    of_all: tuple[Callable[..., Any], ...] = (
+        lambda **flags: flashlab.attention(one, one, one, **flags),
+        lambda **flags: flashlab.emulate(one, one, one, **flags),
+        lambda **flags: flashlab.fp8_attention(stored, stored, stored, **flags),
+    )
+    of_some: tuple[Callable[..., Any], ...] = (
+        lambda **flags: flashlab.paged_attention(one, pool, pool, *pages, **flags),
+        lambda **flags: flashlab.varlen_attention(
+            row, row, row, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=1, **flags
+        ),
+    )
+    of_check = (functools.partial(flashlab.append_kv, pool, pool, one, one, *pages), *of_some)
+    for call in of_check if flag == "check" else (*of_all, *of_some):
+        with pytest.raises(errors.ParameterError, match=f"{flag}: wanted True or False"):
+            call(**{flag: value})
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,8 @@ def test_what_torch_would_cast_or_print_whole_is_refused() -> None:
         flashlab.torch.attention(q, k.numpy(), v)
     with pytest.raises(errors.ParameterError, match="causal: wanted True or False, got None"):
         flashlab.torch.attention(q, k, v, causal=None)  # type: ignore[arg-type] # to torch it is False
+    with pytest.raises(errors.ParameterError, match="return_lse: wanted True or False, got 'no'"):
+        flashlab.torch.attention(q, k, v, return_lse="no")  # type: ignore[arg-type]
 
 
 def test_a_tensor_of_vmap_is_for_the_operators() -> None:

@@ -23,7 +23,7 @@ from flashlab.core.errors import DeviceError, DTypeError, MissingPackageError, S
 from flashlab.kernels import registry
 from flashlab.run import arrays, paged, varlen
 from flashlab.run import attention as run
-from flashlab.run.plan import check_causal, lse_shape, scale_of, softcap_of, window_of
+from flashlab.run.plan import check_flags, lse_shape, scale_of, softcap_of, window_of
 
 try:
     import torch
@@ -173,7 +173,7 @@ def attention(
             what is known while it traces.
         FlashlabError: what else `flashlab.attention` raises.
     """
-    check_causal(causal)
+    check_flags(causal=causal, return_lse=return_lse)
     for name, of in (("q", q), ("k", k), ("v", v)):
         if not isinstance(of, torch.Tensor):
             got = type(of).__name__

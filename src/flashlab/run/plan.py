@@ -282,10 +282,11 @@ def tunables(params: Any) -> dict[str, Any]:
     return dict(params or {})
 
 
-def check_causal(causal: Any) -> None:
-    """Raise that it is neither True nor False: ParameterError."""
-    if not isinstance(causal, bool):
-        raise ParameterError(f"causal: wanted True or False, got {causal!r}")
+def check_flags(**flags: Any) -> None:
+    """Raise that one is neither True nor False: ParameterError."""
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise ParameterError(f"{name}: wanted True or False, got {flag!r}")
 
 
 def problem_of(inputs: Mapping[str, DeviceArray], causal: Any, *, packed: bool = False) -> Problem:
@@ -294,7 +295,7 @@ def problem_of(inputs: Mapping[str, DeviceArray], causal: Any, *, packed: bool =
     Raises:
         ShapeError, DTypeError, ParameterError: they make none.
     """
-    check_causal(causal)
+    check_flags(causal=causal)
     dims = ("total", "heads", "head_dim") if packed else ("batch", "heads", "length", "head_dim")
     for name, array in inputs.items():
         if len(array.shape) != len(dims):
@@ -450,8 +451,9 @@ def outputs_of(
 
     Raises:
         ShapeError, DTypeError, DeviceError, LayoutError: the caller's `lse` is none such.
-        ParameterError: of a library that makes no arrays.
+        ParameterError: of a library that makes no arrays; `return_lse` is no truth value.
     """
+    check_flags(return_lse=return_lse)
     q, given = inputs["q"], lse is not None
     out = place.empty(q.shape, dtype or q.dtype) if out is None else out
     lse = place.empty(lse_shape(q), "float32") if lse is None and return_lse else lse
