@@ -105,6 +105,7 @@ def measure(
         NoGpuError, LaunchError, MissingPackageError, OutputError: as they say.
     """
     problem = problem or Problem.parse(FIRST_SHAPE)
+    registry.able((registry.get(axis.stage) for axis in choose(names)), [problem])
     groups = []
     for axis in choose(names):
         stage = registry.get(axis.stage)
@@ -168,6 +169,7 @@ def split(
     chosen = tuple(dict.fromkeys(stage_ids or SPLIT_STAGES))
     refuse_unknown("stage", SPLIT_STAGES, *chosen)
     problems = problems or [Problem.parse(shape) for shape in SPLIT_SHAPES]
+    registry.able(map(registry.get, chosen), problems)
     parts = {
         stage_id: {
             f"{stage_id} without {part}": _stage(
@@ -203,6 +205,8 @@ def measure_levers(
         NoGpuError, LaunchError, MissingPackageError, OutputError: as they say.
     """
     chosen = levers.choose(names)
+    every = [problem for lever in chosen for problem in lever.problems(**(instead or {}))]
+    registry.able((registry.get(lever.stage) for lever in chosen), every)
     files = {lever.name: lever.write() for lever in chosen}
     here = gpu.info(options.device)
     groups: dict[tuple[str, Problem, tuple[tuple[str, int], ...]], dict[str, Implementation]] = {}

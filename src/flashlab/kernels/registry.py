@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import field, replace
 from itertools import product
 from numbers import Integral
@@ -501,6 +501,21 @@ def best(problem: Problem, arch: str | None) -> Stage:
         raise UnsupportedError(f"head dim: wanted one of {', '.join(map(str, able))} in {where}, got {got}.{works}")
     reasons = " ".join(stage.why_not(problem, arch) or "" for stage in ladder)
     raise UnsupportedError(f"no stage runs {problem.label} on {arch or 'a CPU'}. {reasons}")
+
+
+def able(stages: Iterable[Stage], problems: Sequence[Problem], arch: str | None = None) -> list[Stage]:
+    """Those of the stages that run one of the problems or more, on `arch` where given.
+
+    Raises:
+        ParameterError: none does; the message has each reason once.
+    """
+    of = list(stages)
+    reasons = {stage.id: [stage.why_not(problem, arch) for problem in problems] for stage in of}
+    if taking := [stage for stage in of if None in reasons[stage.id]]:
+        return taking
+    at, on_arch = "; ".join(problem.label for problem in problems), f" on {arch}" if arch else ""
+    why = " ".join(dict.fromkeys(str(reason) for some in reasons.values() for reason in some))
+    raise ParameterError(f"wanted a stage that takes {at}{on_arch}, got none. {why}")
 
 
 def parse_entry(text: str, stage_id: str, *, place: Place = "ladder") -> Stage:

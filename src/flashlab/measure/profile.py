@@ -27,7 +27,7 @@ from flashlab.build import compiler, sass
 from flashlab.build.compiler import Cubin
 from flashlab.build.sources import Frame
 from flashlab.core.arithmetic import several
-from flashlab.core.errors import CompileError, FlashlabError, LaunchError, MissingError, ParameterError
+from flashlab.core.errors import CompileError, FlashlabError, LaunchError, MissingError
 from flashlab.core.paths import table
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
@@ -339,8 +339,10 @@ def profile(
         LaunchError: nothing could be profiled, or another process measures on the GPU.
         OutputError: `data` cannot be written.
     """
+    chosen = [registry.get(stage_id) for stage_id in (registry.STAGES if stage_ids is None else stage_ids)]
+    registry.able(chosen, [problem])
     ncu, say = version(), options.note
-    able = _left(stage_ids, problem, options)
+    able = _left(chosen, problem, options)
     if not able:
         say("all of it is on record; nothing was profiled")
         return None, (), ()
@@ -382,14 +384,10 @@ def profile(
         return book.path, tuple(profiles.values()), missed
 
 
-def _left(stage_ids: Sequence[str] | None, problem: Problem, options: Options) -> dict[str, Stage]:
+def _left(chosen: Sequence[Stage], problem: Problem, options: Options) -> dict[str, Stage]:
     """The stages that take the problem here, without those on record where the options say `resume`."""
     here = gpu.info(options.device)
-    chosen = [registry.get(stage_id) for stage_id in (registry.STAGES if stage_ids is None else stage_ids)]
-    able = {stage.id: stage for stage in chosen if stage.why_not(problem, here.arch) is None}
-    if not able:
-        why = " ".join(dict.fromkeys(filter(None, (stage.why_not(problem, here.arch) for stage in chosen))))
-        raise ParameterError(f"wanted a stage that takes {problem.label} on {here.arch}, got none. {why}")
+    able = {stage.id: stage for stage in registry.able(chosen, [problem], here.arch)}
     if not options.resume:
         return able
     done = {
