@@ -823,6 +823,17 @@ def test_checks_give_a_verdict_for_every_stage_and_layout(tmp_path: Path, fake: 
     assert store.verify("test-gpu", tmp_path / "data") == ()
 
 
+def test_a_stage_that_does_not_end_is_not_waited_for_in_every_layout(tmp_path: Path, fake: Any) -> None:
+    options = replace(_options(tmp_path, fake(**{"00_naive": "hang"})), timeout_s=1.0)
+    how: dict[str, Any] = {"masks": ["causal"], "dtypes": ["float16"], "head_dims": [64], "options": options}
+    found = check.check_stages(["00_naive", "01_coalesced"], lengths=[(1, 1), (3, 3), (5, 5), (7, 7)], **how)
+    late = [row.reason for row in found.rows if row.stage == "00_naive"]
+    assert [row.status for row in found.failures] == ["timeout"] * len(late) == ["timeout"] * 4 * len(cases.LAYOUTS)
+    waited = [reason for reason in late if "no answer within" in reason]
+    assert len(waited) == 2, "in one layout of a problem, and of another"
+    assert all(reason in waited or reason.startswith("not run: no end at B") for reason in late)
+
+
 def test_a_check_that_was_cut_off_goes_on_in_its_file(
     tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ def supervise(
     implementations: Mapping[str, Implementation],
     row: Callable[[Cell, str, Message], None],
     closed: Callable[[Cell], None] = lambda _: None,
+    skip: Callable[[Cell, str], str] = lambda *_: "",
 ) -> None:
     """Run a job until there is a row of every implementation of every cell, however many workers that takes.
 
@@ -73,6 +74,7 @@ def supervise(
         row: takes what a worker says of an implementation, its `status` and `reason` alone where that is lost;
             ValidationError, KeyError or TypeError where it makes no sense.
         closed: called when nothing more will come of a cell.
+        skip: why an implementation is not waited for again, after another cell's timeout; empty where it is.
 
     Raises:
         MissingError, UnsupportedError: the worker says that it cannot work here.
@@ -128,6 +130,10 @@ def supervise(
                 take(index, name, {"status": death.status, "reason": reason})
             elif cell is not None and not name:
                 give_up(index, death.status, reason)
+            for index, cell in list(left.items()):
+                for name, why in [(name, skip(cell, name)) for name in cell.pending]:
+                    if why:
+                        take(index, name, {"status": "timeout", "reason": why})
 
 
 @dataclass

@@ -55,6 +55,24 @@ class CheckRun:
         return tuple(row for row in self.rows if row.status not in ("ok", "unsupported"))
 
 
+class Late:
+    """Where stages ran out of time: none is waited for again in other layouts of a problem, nor, after two, at all."""
+
+    def __init__(self) -> None:
+        self._at: dict[str, dict[Problem, str]] = {}
+
+    def add(self, row: CheckRow) -> None:
+        """That a stage ran out of time."""
+        if not self.why(row.stage, row.problem):
+            how = " ".join(filter(None, (row.layout, row.schedule)))
+            self._at.setdefault(row.stage, {})[row.problem] = f"{row.problem.label} {how}"
+
+    def why(self, name: str, problem: Problem) -> str:
+        """Why a stage is not run at a problem; empty where it is."""
+        at = self._at.get(name, {})
+        return f"not run: no end at {'; '.join(at.values())}" if problem in at or len(at) > 1 else ""
+
+
 _Build = tuple[str, bool]
 """An executable: the label of its variant, and whether it has hooks."""
 
@@ -134,12 +152,14 @@ def check_on_cpu(
     # The long ones first, so that none is left alone at the end.
     order = sorted(range(len(todo)), key=lambda index: -todo[index][1].problem.flops)
 
-    cancel = threading.Event()
+    cancel, late = threading.Event(), Late()
 
     def check_one(index: int) -> CheckRow:
         name, case = todo[index]
         implementation, detect = by_name[name], races and case.detectable
         row = CheckRow(stage=name, problem=case.problem, layout=case.layout, status="ok", schedule=case.schedule)
+        if reason := late.why(name, case.problem):
+            return replace(row, status="timeout", reason=reason)
         try:
             if error := refused.get((_variant(implementation, case).label, detect)):
                 raise error
@@ -162,7 +182,10 @@ def check_on_cpu(
             )
         except FlashlabError as error:
             status, reason = status_of(error)
-            return replace(row, status=status, reason=reason)
+            row = replace(row, status=status, reason=reason)
+            if status == "timeout":
+                late.add(row)
+            return row
         return replace(
             row,
             status="ok" if verdict.passed else "wrong",
