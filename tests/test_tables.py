@@ -527,6 +527,17 @@ def test_a_predicted_ratio_is_of_two_rows_of_one_run(tmp_path: Path) -> None:
     assert one.measured == pytest.approx(rates[0] / rates[1])
 
 
+def test_a_prediction_is_scored_in_the_state_that_it_is_of() -> None:
+    stage = registry.DECODE["d12_paged_ends"]
+    shown = select.load("nvidia-h200")
+    for one in predictions.scores(shown, [stage]):
+        assert one.expected.cache == "rotating"
+        row, _ = predictions.pair(shown, one.expected.problem, stage.id, stage.id, cache="rotating")
+        assert one.measured is not None
+        assert one.measured == select.rate(row, cache="rotating") != select.rate(row)
+        assert "rotating K and V) →" in tables.scored([one])
+
+
 def test_few_operations_a_byte_put_a_problem_under_the_memorys_roof(tmp_path: Path) -> None:
     for shape, bound in (("32x8x128x64", "(memory)"), (FIRST_SHAPE, " % |")):
         write_synthetic(tmp_path / shape, problems=[Problem.parse(shape)])

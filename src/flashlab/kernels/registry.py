@@ -28,7 +28,7 @@ from pydantic.dataclasses import dataclass
 from flashlab.core.errors import DataError, ParameterError, UnknownStageError, UnsupportedError
 from flashlab.core.inputs import NORMAL
 from flashlab.core.paths import INSTALLED, KERNELS, ROOT, SITE
-from flashlab.core.problem import FIRST_SHAPE, DType, Feature, Mask, Precision, Problem
+from flashlab.core.problem import FIRST_SHAPE, Cache, DType, Feature, Mask, Precision, Problem
 
 Language = Literal["cuda", "triton"]
 Place = Literal["ladder", "decode", "fp8", "dead_ends"]
@@ -129,6 +129,8 @@ class Expected:
     mask: Mask = "full"
     dtype: DType = "float16"
     inputs: str = NORMAL
+    cache: Cache = "hot"
+    """How it is called, in bursts: of a ratio both sides."""
 
     @model_validator(mode="after")
     def _check(self) -> Expected:

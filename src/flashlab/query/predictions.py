@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from flashlab.core.problem import Problem
+from flashlab.core.problem import Cache, Problem
 from flashlab.kernels import registry
 from flashlab.kernels.registry import Expected, Stage
 from flashlab.query import select
@@ -44,31 +44,31 @@ def scores(shown: Results, stages: Iterable[Stage] | None = None) -> list[Scored
             problem, over = expected.problem, expected.over or stage.parent or stage.id
             other = problem if expected.over_inputs is None else replace(problem, inputs=expected.over_inputs)
             if expected.of == "tflops":
-                mine, _ = pair(shown, problem, stage.id, stage.id)
-                measured = select.rate(mine)
+                mine, _ = pair(shown, problem, stage.id, stage.id, cache=expected.cache)
+                measured = select.rate(mine, cache=expected.cache)
             else:
-                mine, base = pair(shown, problem, stage.id, over, other)
-                measured = select.speedup(mine, base)
+                mine, base = pair(shown, problem, stage.id, over, other, cache=expected.cache)
+                measured = select.speedup(mine, base, cache=expected.cache)
             scored.append(Scored(stage=stage, expected=expected, measured=measured))
     return scored
 
 
 def pair(
-    shown: Results, problem: Problem, name: str, over: str, other: Problem | None = None
+    shown: Results, problem: Problem, name: str, over: str, other: Problem | None = None, *, cache: Cache = "hot"
 ) -> tuple[Measurement | None, Measurement | None]:
-    """The timed rows of two stages at a problem, the second at `other` where that is given; None twice without them.
+    """Rows of two stages that were timed so at a problem, the second at `other` where that is given; else None twice.
 
     Those that pages show where both are of one session, else those of the newest run that timed both.
     """
     rows = shown.rows(problem)
-    by_name = {row.name: row for row in rows if row.samples_of()}
+    by_name = {row.name: row for row in rows if row.samples_of("burst", cache)}
     mine, base = by_name.get(name), by_name.get(over)
     if other in (None, problem) and mine and base and (mine is base or select.parent_of(mine, rows) is base):
         return mine, base
 
     def timed(name: str, at: Problem) -> dict[str, Measurement]:
         every = (row for row in shown.records if row.name == name and row.problem == at and not row.with_lse)
-        return {row.run: row for row in every if row.samples_of()}
+        return {row.run: row for row in every if row.samples_of("burst", cache)}
 
     ours, theirs = timed(name, problem), timed(over, other or problem)
     run = max(ours.keys() & theirs.keys(), default="")

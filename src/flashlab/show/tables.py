@@ -701,9 +701,11 @@ def _range(prediction: Scored) -> str:
 
 
 def _where(prediction: Scored) -> str:
-    """In what its problem is another one than the first: `D128`, `causal`, `trained`; empty where it is that."""
-    usual = Problem.parse(FIRST_SHAPE).label.split()
-    return " ".join(word for word in prediction.expected.problem.label.split() if word not in usual)
+    """In what its problem is another one than the first: `D128`, `causal`, `trained`, `rotating K and V`; empty where
+    it is that."""
+    expected, usual = prediction.expected, Problem.parse(FIRST_SHAPE).label.split()
+    state = "" if expected.cache == "hot" else select.STATES["burst", expected.cache].removeprefix("burst, ")
+    return " ".join(filter(None, (*(word for word in expected.problem.label.split() if word not in usual), state)))
 
 
 def _measured(prediction: Scored) -> str | None:
