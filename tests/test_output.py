@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +73,23 @@ def test_a_terminal_too_narrow_for_the_table_has_a_paragraph_for_each_row(
         *("Rows", "05_wmma", "  size 16x16x2048x64; rate 113.1"),
         *("fp8", "  size 16x16x2048x64; reason wanted", "  float16, got bfloat16"),
     ]
+
+
+def test_a_terminal_of_no_width_ends_no_command(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1")
+    monkeypatch.setattr(type(sys.stdout), "isatty", lambda _: True)
+    answer(ROWS, ("name", "inner"))
+    assert "[a]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("closed", "encoding"), [(">&-", "utf-8"), ("2>&-", "utf-8"), ("", "ascii")])
+def test_streams_that_are_closed_or_lack_letters_end_no_command(closed: str, encoding: str) -> None:
+    command = f"exec {sys.executable} -m flashlab explain 1x1x1x64 --arch sm_80 --gpu none {closed}"
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_steps_are_lines_on_stderr_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from importlib import import_module
+from io import StringIO, TextIOWrapper
 from pkgutil import iter_modules
 from types import ModuleType
 from typing import Annotated
@@ -63,6 +64,12 @@ def main() -> None:
     """Entry point of the `flashlab` program."""
     # As Ctrl-C does: what was begun is ended, and records that are there are sealed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by whoever started this
+            setattr(sys, name, StringIO())
+        elif isinstance(stream, TextIOWrapper):  # a µ or an en dash is no reason to end
+            stream.reconfigure(errors="replace")
     try:
         app(prog_name="flashlab")
     except FlashlabError as error:

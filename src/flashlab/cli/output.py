@@ -99,12 +99,13 @@ def answer_nothing() -> None:
 def _blocks(console: Console, headings: Sequence[str], cells: Sequence[Sequence[str]], title: str | None) -> None:
     """Each row in lines of its own, for a terminal where a table's columns would cut words into pieces."""
     how: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
+    width = max(1, console.width - 2)
     if title:
         console.print(title, style="italic", **how)
     for name, *row in cells:
         # A space that does not break holds a heading and the first word behind it together.
         pairs = [f"{key}\N{NO-BREAK SPACE}{text}" for key, text in zip(headings[1:], row, strict=True) if text != "–"]
-        lines = textwrap.wrap("; ".join(pairs), console.width - 2, break_long_words=False, break_on_hyphens=False)
+        lines = textwrap.wrap("; ".join(pairs), width, break_long_words=False, break_on_hyphens=False)
         console.print(name, style="bold", **how)
         console.print(textwrap.indent("\n".join(lines), "  ").replace("\N{NO-BREAK SPACE}", " "), **how)
 
