@@ -103,7 +103,7 @@ def test_an_unknown_parameter_is_refused_with_the_known_ones() -> None:
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, "64"])
 def test_a_parameter_is_a_non_negative_integer(value: Any) -> None:
-    with pytest.raises(ParameterError, match="THREADS: wanted a non-negative integer"):
+    with pytest.raises(ParameterError, match="THREADS: wanted an integer from 0 to"):
         get("00_naive").parameters(64, {"THREADS": value})
 
 

@@ -301,8 +301,8 @@ class Stage:
         for name, value in (overrides or {}).items():
             if name not in values and name not in self.ablations:
                 raise ParameterError(f"Stage {self.id} has no parameter {name!r}; it has {', '.join(values) or 'none'}")
-            if isinstance(value, bool) or not isinstance(value, Integral) or value < 0:
-                raise ParameterError(f"Stage {self.id}, {name}: wanted a non-negative integer, got {value!r}")
+            if isinstance(value, bool) or not isinstance(value, Integral) or not 0 <= value < 1 << 31:
+                raise ParameterError(f"Stage {self.id}, {name}: wanted an integer from 0 to 2^31 - 1, got {value!r}")
             values[name] = int(value)
         return {name: values[name] for name in (*self.params, *self.ablations) if name in values}
 
