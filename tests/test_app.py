@@ -443,6 +443,7 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
         (("ablate", "--levers", "--shape", "1x1x64x80"), "wanted a stage that takes B1 H1"),
         (("bench", "--stages", "09", "--peers", "none", "--shape", "1x1x64x80"), "got none. Stage 09_wgmma takes head"),
         (("packed", "--decode", "--mask", "full"), "--mask: wanted no --decode beside it"),
+        (("packed", "--head-dim", "80"), "wanted a stage that takes B1 H16 S1 D80"),
         (("packed", "--lengths", "none"), "lengths: wanted one of equal, uniform, one_long, short, got none"),
         (("llama", "--attention", "none"), "attention: wanted one of flashlab, sdpa, fa3, nothing, sdpa_cudnn"),
         (("llama", "--attention", "fa9"), "wanted one of flashlab, sdpa, fa3, nothing, sdpa_cudnn"),

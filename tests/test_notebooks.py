@@ -278,6 +278,12 @@ def test_a_wrong_value_ends_the_notebook_with_its_error(data: Path, tmp_path: Pa
         ({"stages": "00_naive,99_magic"}, UnknownStageError, "stage: wanted one of 00_naive.*, got '99_magic'"),
         ({"stages": "0"}, UnknownStageError, "wanted a unique prefix, got '0'"),
         ({"stages": 6}, ParameterError, "stages: wanted text, got 6.*`-r stages VALUE`"),
+        *(({"stages": stages}, ParameterError, "stages: wanted text, got ") for stages in ([5], ["05", None], b"05")),
+        *(
+            ({name: ["a"]}, ParameterError, f"{name}: wanted text")
+            for name in ("gpu", "suite", "inputs", "out", "data")
+        ),
+        ({"out": "a\0b"}, ParameterError, "out: wanted text, got 'a"),
         ({"stages": "00,f0"}, ParameterError, "stages: wanted stages of the ladder, 00_naive.*, got f0_e4m3, off the"),
         ({"new": 16}, ParameterError, "new: wanted text, got 16.*`-r new VALUE`"),
         ({"dtype": "half"}, ParameterError, "dtype: wanted one of float16, bfloat16, got 'half'"),

@@ -375,9 +375,11 @@ def settings(
         NoDataError: `data` is no folder, or `replay` of a GPU that has no records.
         OutputError: `out` cannot be written, or `data` while measuring.
     """
-    given: dict[str, Any] = {"gpu": gpu, "stages": stages, "inputs": inputs, "out": out, "data": data}
+    if isinstance(stages, list | tuple) and all(isinstance(named, str) for named in stages):
+        stages = ",".join(stages)
+    given: dict[str, Any] = {"gpu": gpu, "stages": stages, "suite": suite, "inputs": inputs, "out": out, "data": data}
     for name, value in {**given, **others}.items():
-        if not isinstance(value, str | Sequence | Path):
+        if not isinstance(value, str | Path) or "\0" in str(value):
             raise ParameterError(
                 f"{name}: wanted text, got {value!r}. papermill's -p reads digits as a number; `-r {name} VALUE` not"
             )
@@ -386,7 +388,7 @@ def settings(
     refuse_unknown("source", SOURCES, source)
     problems_of(suite)
     kinds = kinds_in(inputs)
-    names = [name.strip() for name in stages.split(",")] if isinstance(stages, str) else list(stages)
+    names = [name.strip() for name in str(stages).split(",")]
     chosen = {registry.get(registry.resolve(name)).id for name in names if name}
     if off := sorted(chosen.difference(registry.STAGES)):
         raise ParameterError(

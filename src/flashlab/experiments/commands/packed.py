@@ -28,7 +28,7 @@ def packed(
     ] = None,
     batch: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Sequences, with --decode; may be repeated; 4, 16 and 64 if not given."),
+        typer.Option(min=1, max=65_535, help="Sequences, with --decode; may be repeated; 4, 16 and 64 if not given."),
     ] = None,
     dtype: opt.OneDType = None,
     mask: opt.OneMask = None,
