@@ -64,11 +64,9 @@ def main() -> None:
     """Entry point of the `flashlab` program."""
     # As Ctrl-C does: what was begun is ended, and records that are there are sealed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:  # closed by whoever started this
-            setattr(sys, name, StringIO())
-        elif isinstance(stream, TextIOWrapper):  # a µ or an en dash is no reason to end
+    sys.stdout, sys.stderr = sys.stdout or StringIO(), sys.stderr or StringIO()  # None: closed
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # a µ that it cannot write is no reason to end
             stream.reconfigure(errors="replace")
     try:
         app(prog_name="flashlab")

@@ -145,8 +145,7 @@ def measure(
         names = DECODE_NAMES if stages is None else (*stages, FLASHINFER)
         heads, head_dims, masks = {"heads": Q_HEADS, "kv_heads": KV_HEADS}, (DECODE_HEAD_DIM,), ("full",)
         sequences = batches
-    for dim in head_dims:
-        registry.able(map(registry.get, PACKING), [Problem.of(1, HEADS, HEADS, 1, 1, dim)])
+    registry.able(map(registry.get, PACKING), [Problem.of(1, HEADS, HEADS, 1, 1, dim) for dim in head_dims])
     cases = [
         {"distribution": name, "lengths": lengths(name, batch), "head_dim": head_dim, "dtype": dtype, "mask": mask}
         | heads

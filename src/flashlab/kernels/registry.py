@@ -301,7 +301,7 @@ class Stage:
         for name, value in (overrides or {}).items():
             if name not in values and name not in self.ablations:
                 raise ParameterError(f"Stage {self.id} has no parameter {name!r}; it has {', '.join(values) or 'none'}")
-            if isinstance(value, bool) or not isinstance(value, Integral) or not 0 <= value < 1 << 31:
+            if isinstance(value, bool) or not isinstance(value, Integral) or int(value) >> 31:
                 raise ParameterError(f"Stage {self.id}, {name}: wanted an integer from 0 to 2^31 - 1, got {value!r}")
             values[name] = int(value)
         return {name: values[name] for name in (*self.params, *self.ablations) if name in values}
@@ -506,18 +506,13 @@ def best(problem: Problem, arch: str | None) -> Stage:
 
 
 def able(stages: Iterable[Stage], problems: Sequence[Problem], arch: str | None = None) -> list[Stage]:
-    """Those of the stages that run one of the problems or more, on `arch` where given.
-
-    Raises:
-        ParameterError: none does; the message has each reason once.
-    """
-    of = list(stages)
-    reasons = {stage.id: [stage.why_not(problem, arch) for problem in problems] for stage in of}
-    if taking := [stage for stage in of if None in reasons[stage.id]]:
+    """Those of the stages that run one of the problems, on `arch` where given; ParameterError with why where none."""
+    tried = [(stage, [stage.why_not(problem, arch) for problem in problems]) for stage in stages]
+    if taking := [stage for stage, reasons in tried if None in reasons]:
         return taking
-    at, on_arch = "; ".join(problem.label for problem in problems), f" on {arch}" if arch else ""
-    why = " ".join(dict.fromkeys(str(reason) for some in reasons.values() for reason in some))
-    raise ParameterError(f"wanted a stage that takes {at}{on_arch}, got none. {why}")
+    at = "; ".join(problem.label for problem in problems) + (f" on {arch}" if arch else "")
+    why = " ".join(dict.fromkeys(str(reason) for _, reasons in tried for reason in reasons))
+    raise ParameterError(f"wanted a stage that takes {at}, got none. {why}")
 
 
 def parse_entry(text: str, stage_id: str, *, place: Place = "ladder") -> Stage:

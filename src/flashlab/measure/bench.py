@@ -172,8 +172,8 @@ def run(
     wanted = limits.require(limits.CEILINGS if ceilings is True else ceilings or ())
     if not problems and not wanted:
         raise ParameterError("wanted at least one problem or ceiling to measure, got none")
-    if problems and all(of.kind == "stage" for of in named.values()):
-        registry.able((of.stage for of in named.values()), problems)
+    if problems and {of.kind for of in named.values()} == {"stage"}:
+        registry.able([of.stage for of in named.values()], problems)
     names = {at: [name for name in named if only is None or only(at, name)] for at in problems}
     if options.resume:
         names, wanted = _left(names, named, plan, options), ceilings_left(wanted, options)

@@ -66,7 +66,7 @@ def supervise(
     implementations: Mapping[str, Implementation],
     row: Callable[[Cell, str, Message], None],
     closed: Callable[[Cell], None] = lambda _: None,
-    skip: Callable[[Cell, str], str] = lambda *_: "",
+    skip: Callable[[str, Problem | None], str] = lambda *_: "",
 ) -> None:
     """Run a job until there is a row of every implementation of every cell, however many workers that takes.
 
@@ -130,10 +130,9 @@ def supervise(
                 take(index, name, {"status": death.status, "reason": reason})
             elif cell is not None and not name:
                 give_up(index, death.status, reason)
-            for index, cell in list(left.items()):
-                for name, why in [(name, skip(cell, name)) for name in cell.pending]:
-                    if why:
-                        take(index, name, {"status": "timeout", "reason": why})
+            others = [(at, name, skip(name, cell.problem)) for at, cell in left.items() for name in cell.pending]
+            for at, name, why in filter(lambda other: other[2], others):
+                take(at, name, {"status": "timeout", "reason": why})
 
 
 @dataclass

@@ -103,25 +103,20 @@ def check_stages(
         book.run = begun or book.run
         cells = [Cell(case.problem, list(case.names), case.layout) for case in wanted]
         rows: list[CheckRow] = []
-        of_case: dict[int, list[CheckRow]] = {}
-        late = Late()
+        of_case, late = dict[int, list[CheckRow]](), Late()
 
         def take(cell: Cell, name: str, row: Message) -> None:
             whole = {"stage": name, "problem": cell.problem, "layout": cell.layout, "verdict": None, **row}
             rows.append(_ROW.validate_python(whole))
-            if row["status"] == "timeout":
-                late.add(rows[-1])
+            late.add(rows[-1])
             of_case.setdefault(id(cell), []).append(rows[-1])
 
         def append(cell: Cell) -> None:
             if id(cell) in of_case:
                 _append(book, of_case.pop(id(cell)))
 
-        def skip(cell: Cell, name: str) -> str:
-            return late.why(name, cell.problem) if cell.problem else ""
-
         try:
-            supervise(cells, book, options, {"emulate": emulate, "suite": suite}, named, take, append, skip)
+            supervise(cells, book, options, {"emulate": emulate, "suite": suite}, named, take, append, late.why)
         finally:  # what there is of cases that were broken off
             for cell in cells:
                 append(cell)

@@ -237,18 +237,11 @@ def compile_tasks(tasks: Sequence[Task], *, arch: str, progress: Follow = ignore
 
 
 def shapes_for(stage: Stage, head_dim: int, shapes: Sequence[str] | None) -> Sequence[str]:
-    """The shapes of a stage's tuning: those given, or the first one of the suites, with that head dim.
-
-    Raises:
-        ParameterError: none is given for a stage of few query rows, which the first one is not for.
-    """
-    first = Problem.parse(FIRST_SHAPE)
+    """Those given, or the first one of the suites; ParameterError where the stage takes too few query rows for that."""
     if not shapes and stage.max_rows is not None and head_dim in stage.head_dims:
-        raise ParameterError(
-            f"--shape: wanted one, such as 16x32x8x1x8192x{head_dim}, for {stage.id}, which takes at most "
-            f"{stage.max_rows} query rows a K/V head (query heads that share it times q_len), got none"
-        )
-    return shapes or (f"{first.batch}x{first.q_heads}x{first.q_len}x{head_dim}",)
+        wanted = f"--shape: wanted one, such as 16x32x8x1x8192x{head_dim}, for {stage.id}, which takes at most "
+        raise ParameterError(f"{wanted}{stage.max_rows} query rows a K/V head, got none")
+    return shapes or (f"{FIRST_SHAPE.rpartition('x')[0]}x{head_dim}",)
 
 
 def problems_of(

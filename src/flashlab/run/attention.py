@@ -43,17 +43,7 @@ from flashlab.run.arguments import (
     workspace,
 )
 from flashlab.run.arrays import DeviceArray
-from flashlab.run.plan import (
-    Plan,
-    Sequences,
-    by_head,
-    check_flags,
-    check_lengths,
-    outputs_of,
-    plan,
-    refuse_overlap,
-    tunables,
-)
+from flashlab.run.plan import Plan, Sequences, by_head, check_lengths, outputs_of, plan, refuse_overlap, tunables
 from flashlab.run.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -282,7 +272,6 @@ def prepare(
         FlashlabError: what `attention` raises.
     """
     gpu.require()
-    check_flags(may_spill=may_spill, count_fallbacks=count_fallbacks)
     arrays.refuse_gradients(q=q, k=k, v=v, out=out, lse=lse)
     place = arrays.place_of(q, stream, "gpu")
     inputs = {name: place.view(of, name) for name, of in {"q": q, "k": k, "v": v, **_named(sequences)}.items()}
@@ -430,7 +419,6 @@ def emulate(
     """
     emulator.schedule_item(schedule)
     emulator.check_limits(timeout_s, threads)
-    check_flags(races=races, count_fallbacks=count_fallbacks)
     _check_surroundings(surroundings)
     if not isinstance(cancel, threading.Event | None):
         raise ParameterError(f"cancel: wanted a threading.Event, or None, got {cancel!r}")
@@ -730,9 +718,8 @@ def first_call(
 
     `how`: what both `prepare` and `emulate` take.
     """
-    check_flags(return_lse=return_lse)
     if arrays.place_of(q, stream, device).stream is None:
-        ran = emulate(q, k, v, **how)
+        ran = emulate(q, k, v, **how, return_lse=return_lse)
         return (ran.out, ran.lse) if return_lse else ran.out
     prepared = prepare(q, k, v, **how, return_lse=return_lse, stream=stream)
     with gpu.context(prepared.plan.device):

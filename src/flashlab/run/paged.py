@@ -41,7 +41,6 @@ from flashlab.run.attention import EmulatedCall, run_on_cpu
 from flashlab.run.plan import (
     Plan,
     check_dtype,
-    check_flags,
     check_layout,
     check_out,
     check_writable,
@@ -138,7 +137,6 @@ def paged_attention(
     key, addresses, again = recipes.kept((q, k_cache, v_cache, page_table, lengths), out, asked, params)
     if again is not None:
         return again(q, addresses, out, return_lse, stream)
-    check_flags(check=check)
     arrays.refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
     here = arrays.place_of(q, stream)
     inputs = {name: here.view(of, name) for name, of in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))}
@@ -192,7 +190,6 @@ def append_kv(
     """
     given = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "page_table": page_table, "lengths": lengths}
     arrays.refuse_gradients(**given)
-    check_flags(check=check)
     library = {"torch": "torch", "cupy": "cupy"}.get(arrays.library_of(k_cache), "numpy")
     module = importlib.import_module(library)
     if not all(isinstance(x, module.Tensor if library == "torch" else module.ndarray) for x in given.values()):

@@ -14,7 +14,7 @@ import numpy as np
 
 from flashlab.run import arrays, gpu, recipes
 from flashlab.run.attention import first_call
-from flashlab.run.plan import Sequences, by_head, check_cu_seqlens, check_flags, check_lengths
+from flashlab.run.plan import Sequences, by_head, check_cu_seqlens, check_lengths
 
 
 def varlen_attention(
@@ -78,7 +78,6 @@ def varlen_attention(
     key, addresses, again = recipes.kept((q, k, v, cu_seqlens_q, cu_seqlens_k), out, asked, params)
     if again is not None and not check:
         return again(q, addresses, out, return_lse, stream)
-    check_flags(check=check)
     sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
     how: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "stage": stage}
     how |= {"out": out, "params": params, "sequences": sequences}

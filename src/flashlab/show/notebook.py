@@ -375,8 +375,7 @@ def settings(
         NoDataError: `data` is no folder, or `replay` of a GPU that has no records.
         OutputError: `out` cannot be written, or `data` while measuring.
     """
-    if isinstance(stages, list | tuple) and all(isinstance(named, str) for named in stages):
-        stages = ",".join(stages)
+    stages = ",".join(stages) if isinstance(stages, list | tuple) and {*map(type, stages)} <= {str} else stages
     given: dict[str, Any] = {"gpu": gpu, "stages": stages, "suite": suite, "inputs": inputs, "out": out, "data": data}
     for name, value in {**given, **others}.items():
         if not isinstance(value, str | Path) or "\0" in str(value):

@@ -701,8 +701,7 @@ def _range(prediction: Scored) -> str:
 
 
 def _where(prediction: Scored) -> str:
-    """In what its problem is another one than the first: `D128`, `causal`, `trained`, `rotating K and V`; empty where
-    it is that."""
+    """In what its problem is another one than the first: `D128`, `causal`, `rotating K and V`; empty where none."""
     expected, usual = prediction.expected, Problem.parse(FIRST_SHAPE).label.split()
     state = "" if expected.cache == "hot" else select.STATES["burst", expected.cache].removeprefix("burst, ")
     return " ".join(filter(None, (*(word for word in expected.problem.label.split() if word not in usual), state)))

@@ -55,21 +55,17 @@ class CheckRun:
         return tuple(row for row in self.rows if row.status not in ("ok", "unsupported"))
 
 
-class Late:
+class Late(dict[str, dict[Problem | None, str]]):
     """Where stages ran out of time: none is waited for again in other layouts of a problem, nor, after two, at all."""
 
-    def __init__(self) -> None:
-        self._at: dict[str, dict[Problem, str]] = {}
-
     def add(self, row: CheckRow) -> None:
-        """That a stage ran out of time."""
-        if not self.why(row.stage, row.problem):
-            how = " ".join(filter(None, (row.layout, row.schedule)))
-            self._at.setdefault(row.stage, {})[row.problem] = f"{row.problem.label} {how}"
+        """Take note of a row that ran out of time."""
+        if row.status == "timeout" and not self.why(row.stage, row.problem):
+            self.setdefault(row.stage, {})[row.problem] = f"{row.problem.label} {row.layout} {row.schedule}".strip()
 
-    def why(self, name: str, problem: Problem) -> str:
+    def why(self, name: str, problem: Problem | None) -> str:
         """Why a stage is not run at a problem; empty where it is."""
-        at = self._at.get(name, {})
+        at = self.get(name, {})
         return f"not run: no end at {'; '.join(at.values())}" if problem in at or len(at) > 1 else ""
 
 
@@ -182,9 +178,7 @@ def check_on_cpu(
             )
         except FlashlabError as error:
             status, reason = status_of(error)
-            row = replace(row, status=status, reason=reason)
-            if status == "timeout":
-                late.add(row)
+            late.add(row := replace(row, status=status, reason=reason))
             return row
         return replace(
             row,
