@@ -10,6 +10,7 @@ from typing import Any
 from flashlab.core.errors import NoDataError
 from flashlab.core.paths import DATA
 from flashlab.experiments.cycle_model import GROUP_THREADS, Prediction, Rates, compare, predict_loop, rates_of
+from flashlab.query import select
 from flashlab.query.rows import grouped
 from flashlab.record.schema import Ceiling, ChipReading
 from flashlab.show.tables import Column, number, table
@@ -21,8 +22,7 @@ Readings = Mapping[str, ChipReading]
 def source(readings: Iterable[ChipReading]) -> str:
     """Which GPU, when, which commit."""
     newest = max(readings, key=lambda reading: reading.run)
-    commit = newest.source.commit[:7] + (" and uncommitted changes" if newest.source.dirty else "")
-    return f"{newest.gpu.name} · {newest.time[:10]} · commit {commit}"
+    return select.sourced(newest.gpu.name, runs=[newest.run])
 
 
 def _sourced(columns: Sequence[Column], rows: Iterable[Any], readings: Readings) -> str:

@@ -222,18 +222,9 @@ def _beside_first(
 
 def _caption(shown: Sequence[Effect]) -> str:
     """GPU, problem, regime, date and commit."""
-    labels = sorted({effect.record.problem.label for effect in shown})
-    records = {record.run: record for effect in shown for record in _records(effect)}
-    commits = sorted({select.commit_label(run, record.source.dirty) for run, record in records.items()})
-    return " · ".join(
-        [
-            shown[0].record.gpu.name,
-            labels[0] if len(labels) == 1 else f"{len(labels)} problems",
-            "burst, hot L2",
-            ", ".join(dict.fromkeys(select.date(run) for run in sorted(records))),
-            f"commit {', '.join(commits)}",
-        ]
-    )
+    problems = select.problems_of(effect.record for effect in shown)
+    runs = (record.run for effect in shown for record in _records(effect))
+    return select.sourced(shown[0].record.gpu.name, problems, "burst, hot L2", runs=runs)
 
 
 def _records(effect: Effect) -> list[Ablation | Part]:

@@ -29,6 +29,7 @@ from flashlab.kernels import peers
 from flashlab.measure.cells import GpuWorker, need, record_rows
 from flashlab.measure.harness import Message, serve
 from flashlab.measure.options import Options
+from flashlab.query import select
 from flashlab.record import store
 from flashlab.record.schema import ModelRun
 from flashlab.show.tables import Column, code, number, table
@@ -328,9 +329,8 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
         f"median of {len(record.time_s)}, interleaved, one start",
         f"transformers {record.transformers}, torch {record.software.get('torch', 'unknown')}",
         f"cost {price}",
-        f"{record.time[:10]} · commit {record.source.commit[:7]}",
     )
-    return f"{table(COLUMNS, rows)}\n\n<small>{' · '.join(facts)}</small>"
+    return f"{table(COLUMNS, rows)}\n\n<small>{select.sourced(*facts, runs=[record.run])}</small>"
 
 
 PAGES = {"llama": page}

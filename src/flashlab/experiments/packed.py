@@ -34,6 +34,7 @@ from flashlab.measure.cells import GpuWorker, record_rows
 from flashlab.measure.harness import Message, serve
 from flashlab.measure.options import Options
 from flashlab.measure.worker import copies_beyond_l2
+from flashlab.query import select
 from flashlab.query.rows import grouped
 from flashlab.record import store
 from flashlab.record.schema import PackedRun, Verdict
@@ -423,7 +424,6 @@ def _page(out: Any, results: Any, data: Path, *, decoding: bool) -> None:
         newest.gpu.name,
         f"{how}, {what}",
         f"burst, interleaved, each problem in one start{', rotating K and V' * decoding}",
-        f"{newest.time[:10]} · commit {newest.source.commit[:7]}",
     )
     if decoding:  # in one type: both read as many bytes, and the records have both
         shown_in = next(dtype for dtype in DTYPES if any(row["dtype"] == dtype for row in rows))
@@ -431,7 +431,8 @@ def _page(out: Any, results: Any, data: Path, *, decoding: bool) -> None:
         rows = [row for row in rows if row["dtype"] == shown_in]
         rows.sort(key=lambda row: (row["sequences"], list(meaning).index(row["distribution"])))
     columns = DECODE_COLUMNS if decoding else COLUMNS
-    out.snippet(snippet, f"{table(columns, rows, drop_empty=True)}\n\n<small>{' · '.join(facts)}</small>")
+    source = select.sourced(*facts, runs=[newest.run])
+    out.snippet(snippet, f"{table(columns, rows, drop_empty=True)}\n\n<small>{source}</small>")
 
 
 def page(out: Any, results: Any, data: Path = DATA) -> None:

@@ -219,9 +219,8 @@ def _page(
     for problem in sorted(dict.fromkeys(pool.problem for pool in merged), key=lambda problem: -problem.flops):
         mine = by_problem.get(problem, [])
         parts.append(f"### {problem.label}\n\n{above(mine)}{table(columns, mine)}")
-    runs = sorted({pool.run for pool in merged})
-    source = "; ".join(f"{select.date(run)}, commit {select.commit_label(run)}" for run in runs)
-    return "\n".join([*parts, f"*{merged[0].gpu.name} · {source}*\n" if merged else ""])
+    source = f"*{select.sourced(merged[0].gpu.name, runs=(pool.run for pool in merged))}*\n" if merged else ""
+    return "\n".join([*parts, source])
 
 
 def missing_timers(pools: Iterable[Reading]) -> str:
@@ -268,15 +267,13 @@ def timers_chart(pools: Sequence[Reading]) -> Chart:
         gain = comparison.ratio.percent_gain()
         row = series.setdefault(f"{tables.title_of(comparison.ours.name)}, {comparison.ours.problem.shape}", {})
         row[f"{TIMERS[comparison.other.timer]}, {comparison.ours.samples.cache} L2"] = (gain.low, gain.value, gain.high)
-    runs = sorted({pool.run for pool in bursts})
     return charts.differences(
         series,
         name="timers",
         axis="percent over CUDA events",
         within=100 * AGREE,
         caption=f"Other timers' medians beside those of CUDA events, with 95 % intervals. The band is ±{AGREE:.0%}.",
-        provenance=f"{bursts[0].gpu.name} · burst · {', '.join(map(select.date, runs))} · commit "
-        + ", ".join(map(select.commit_label, runs)),
+        provenance=select.sourced(bursts[0].gpu.name, "burst", runs=(pool.run for pool in bursts)),
         data_files=select.run_files(bursts),
     )
 

@@ -513,16 +513,9 @@ def profiles(gpu: str, data: Path = DATA) -> tuple[StageProfile, ...]:
 
 def profile_provenance(launches: Sequence[StageProfile]) -> str:
     """Where profiles, one at least, come from, for a caption: GPU, problem, tool, date, commit."""
-    labels = {profile.problem.label for profile in launches}
-    runs = sorted({profile.run for profile in launches})
-    parts = [
-        launches[0].gpu,
-        labels.pop() if len(labels) == 1 else f"{len(labels)} problems",
-        f"Nsight Compute {', '.join(sorted({profile.ncu for profile in launches}))}, one launch each from cold caches",
-        ", ".join(sorted({date(run) for run in runs})),
-        f"commit {', '.join(sorted({commit_label(profile.run, profile.dirty) for profile in launches}))}",
-    ]
-    return " · ".join(parts)
+    versions = ", ".join(sorted({profile.ncu for profile in launches}))
+    how = f"Nsight Compute {versions}, one launch each from cold caches"
+    return sourced(launches[0].gpu, problems_of(launches), how, runs=(profile.run for profile in launches))
 
 
 def median_us(row: Timed | None, regime: Regime = "burst", cache: Cache = "hot") -> float | None:
@@ -822,10 +815,10 @@ def call_clock(row: Measurement, regime: Regime = "burst") -> float | None:
     return median(samples.call_clock_mhz) if samples and samples.call_clock_mhz else None
 
 
-def commit_label(run: str, dirty: bool = False) -> str:
-    """The commit that a run id names, for people: `0123abc`, with a star where the tree differed from it."""
+def commit_label(run: str) -> str:
+    """The commit that a run id names, for people: `0123abc`, and that the tree differed from it where it did."""
     match = re.match(RUN, run)
-    return f"{match['commit'][:7]}{' + changes' if match['dirty'] or dirty else ''}" if match else run
+    return f"{match['commit'][:7]}{' + changes' if match['dirty'] else ''}" if match else run
 
 
 def date(run: str) -> str:
@@ -844,19 +837,23 @@ def provenance(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cac
 
     `state`: how they were timed, where that is not the same of all.
     """
-    labels = {row.problem.label for row in rows}
-    runs = {origin(row, regime, cache)[0]: row for row in rows}
-    commits = sorted({commit_label(run, run == row.run and row.source.dirty) for run, row in runs.items()})
-    parts = [
-        rows[0].gpu.name,
-        f"SM {clocks(rows, regime, cache)}",
-        labels.pop() if len(labels) == 1 else f"{len(labels)} problems",
-        on_inputs(row.problem for row in rows),
-        state or STATES[regime, cache],
-        days(runs),
-        f"commit {', '.join(commits)}",
-    ]
-    return " · ".join(parts)
+    facts = (
+        *(rows[0].gpu.name, f"SM {clocks(rows, regime, cache)}", problems_of(rows)),
+        *(on_inputs(row.problem for row in rows), state or STATES[regime, cache]),
+    )
+    return sourced(*facts, runs=(origin(row, regime, cache)[0] for row in rows))
+
+
+def problems_of(records: Iterable[Any]) -> str:
+    """The problem that records are of, for a caption; of several, how many."""
+    label, *others = dict.fromkeys(record.problem.label for record in records)
+    return f"{1 + len(others)} problems" if others else str(label)
+
+
+def sourced(*facts: str, runs: Iterable[str]) -> str:
+    """A caption's last line: GPU and other facts, and the days and commits of the runs, one at least."""
+    ids = set(runs)
+    return " · ".join([*facts, days(ids), f"commit {', '.join(sorted(set(map(commit_label, ids))))}"])
 
 
 def run_files(records: Iterable[Base | StageProfile]) -> tuple[str, ...]:

@@ -604,14 +604,13 @@ def across(compared: Sequence[Across], everything: Sequence[Results]) -> Chart:
     titles = {shown.gpu: shown.name.removeprefix("NVIDIA ") for shown in everything}
     series = {title: [across.rows[gpu] for across in compared if gpu in across.rows] for gpu, title in titles.items()}
     clocks = ", ".join(f"{title} {select.clocks(rows)}" for title, rows in series.items())
-    days = sorted({select.date(row.run) for rows in series.values() for row in rows})
     return side_by_side(
         series,
         {title: ("oDs^v"[i % 5], _CATEGORIES[i % len(_CATEGORIES)]) for i, title in enumerate(series)},
         name="across-gpus",
         caption=f"The same versions and libraries on each GPU at {compared[0].problem.label}, burst, median. "
         f"SM clock inside the calls: {clocks}.",
-        provenance=f"{' and '.join(series)} · {', '.join(days)}",
+        provenance=select.sourced(" and ".join(series), runs=(row.run for rows in series.values() for row in rows)),
     )
 
 
@@ -687,7 +686,7 @@ def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
         alt=f"Rate under sustained load as a percentage of the burst rate: {'; '.join(under_load) or 'not measured'}.",
         caption="What a cold cache and sustained load leave of the burst rate. "
         f"SM clock: burst {clocks[0]}, sustained {clocks[1]}.",
-        provenance=select.provenance(timed).replace("burst, hot L2", "all regimes"),
+        provenance=select.provenance(timed, state="all regimes"),
         data_files=select.run_files(timed),
     )
 
@@ -732,7 +731,7 @@ def samples(row: Measurement, *, name: str = "samples") -> Chart:
         alt=f"Every sample of {row.name} in the order taken. {said}.",
         caption=f"Every sample of {title_of(row.name)} in the order taken: the time of one call"
         f"{below}. The line is the median; the axes do not start at 0.",
-        provenance=select.provenance([row]).replace("burst, hot L2", "all regimes"),
+        provenance=select.provenance([row], state="all regimes"),
         data_files=select.run_files([row]),
     )
 
@@ -1041,15 +1040,8 @@ def _of_contests(shown: Results, contests: Sequence[Contest], regime: Regime) ->
     runs = {contest.run for contest in contests}
     rows = [row for contest in contests for row in (contest.stage, contest.peer)]
     clocks = sorted(clock for row in rows if (clock := select.call_clock(row, regime)))
-    facts = (
-        shown.name,
-        f"SM {clocks[0]:.0f}–{clocks[-1]:.0f} MHz in the calls" if clocks else "clock not recorded",
-        select.on_inputs(_OF_LENGTHS),
-        regime,
-        select.days(runs),
-        f"commit {', '.join(sorted(set(map(select.commit_label, runs))))}",
-    )
-    return " · ".join(facts)
+    spread = f"SM {clocks[0]:.0f}–{clocks[-1]:.0f} MHz in the calls" if clocks else "clock not recorded"
+    return select.sourced(shown.name, spread, select.on_inputs(_OF_LENGTHS), regime, runs=runs)
 
 
 def lengths(shown: Results, *, head_dim: int, mask: str, dtype: str = "float16", regime: Regime = "burst") -> Chart:
@@ -1283,8 +1275,7 @@ def ceilings(shown: Results) -> Chart:
         bars=True,
         alt=f"Measured ceilings beside the data sheet's: {values}.",
         caption="What the GPU at hand delivers of what its data sheet says (dense GEMMs).",
-        provenance=f"{first.gpu.name} · burst · {select.date(first.run)} · "
-        f"commit {select.commit_label(first.run, first.source.dirty)}",
+        provenance=select.sourced(first.gpu.name, "burst", runs=[first.run]),
         data_files=select.run_files([ceiling for ceiling, _ in pairs]),
     )
 

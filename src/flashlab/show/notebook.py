@@ -243,8 +243,7 @@ class Lab:
         if not lines:
             return ""
         header = lines[0].header
-        came_from = f"{header.gpu.name} · {select.date(header.run)} · commit {select.commit_label(header.run)}"
-        return f"{trial.agreement(lines)}\n*{came_from}*\n"
+        return f"{trial.agreement(lines)}\n*{select.sourced(header.gpu.name, runs=[header.run])}*\n"
 
     def counters(self) -> trial.Counted:
         """The emulator's counters beside Nsight Compute's of the same launches, for the chosen stages."""

@@ -539,9 +539,7 @@ def _not_checked(shown: Results, errors: Sequence[contests.Accuracy], data: Path
 
 
 def _from_runs(shown: Results, runs: Iterable[str]) -> str:
-    ids = sorted(set(runs))
-    commits = sorted({select.commit_label(run) for run in ids})
-    return f"<small>{shown.name} · {select.days(ids)} · commit {', '.join(commits)}</small>"
+    return f"<small>{select.sourced(shown.name, runs=runs)}</small>"
 
 
 # --- A stage's page ---------------------------------------------------------------------------------------------------
