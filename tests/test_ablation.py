@@ -422,7 +422,7 @@ def test_charts_and_tables_show_what_was_expected_and_what_came() -> None:
     split = analysis.split_chart(
         analysis.shares([part("06_cp_async", "nothing", 900.0), part("06_cp_async", "pv", 600.0)])
     )
-    assert "P·V 33" in split.alt
+    assert "P·V: 33" in split.alt
 
 
 def test_without_records_pages_say_so() -> None:

@@ -67,6 +67,11 @@ class Effect:
         return self.record is self.first
 
     @property
+    def problem(self) -> Problem:
+        """What is computed."""
+        return self.record.problem
+
+    @property
     def samples(self) -> Samples | None:
         """None where there is no time."""
         return _samples(self.record)
@@ -135,7 +140,7 @@ class Effect:
         return {
             "group": self.group,
             "name": self.name,
-            **{name: getattr(self.record.problem, name) for name in ("shape", "dtype", "mask")},
+            **{name: getattr(self.problem, name) for name in ("shape", "dtype", "mask")},
             "median_us": self.median_us,
             "ratio": self.ratio,
             "interval": self.interval,
@@ -238,13 +243,11 @@ def chart(shown: Sequence[Effect]) -> Chart:
     Raises:
         NoDataError: none has a time.
     """
-    timed = [effect for effect in shown if effect.ratio is not None]
-    values = "; ".join(f"{effect.group}, {effect.name}: {effect.ratio:.3f}" for effect in timed if not effect.is_first)
     return _chart(
-        [(f"{effect.group} ({AXES[effect.group].stage[:2]})", effect.name, effect, effect.change) for effect in timed],
+        shown,
+        lambda effect: (f"{effect.group} ({AXES[effect.group].stage[:2]})", effect.name),
         name="ablations",
         xlabel="time over that of the first level; less is better",
-        alt=f"Time of every level over that of the first level of its axis. {values}.",
         caption=f"What one change does to a stage's time: each level beside the first of its axis (in brackets the "
         f"stage), {_OVER_STARTS}",
     )
@@ -252,17 +255,13 @@ def chart(shown: Sequence[Effect]) -> Chart:
 
 def lever_chart(shown: Sequence[Effect]) -> Chart:
     """Every lever's time over that of its stage as it is, a row a problem, with 95 % intervals; raises as `chart`."""
-    timed = [effect for effect in shown if effect.ratio is not None and not effect.is_first]
-    values = "; ".join(f"{effect.name}, {effect.record.problem.label}: {effect.ratio:.3f}" for effect in timed)
-    ordered = sorted(
-        timed, key=lambda effect: (effect.name, effect.record.problem.head_dim, effect.record.problem.mask != "full")
-    )
+    changed = (effect for effect in shown if not effect.is_first)
     return _chart(
-        [(effect.name, effect.record.problem.label, effect, effect.change) for effect in ordered],
+        sorted(changed, key=lambda effect: (effect.name, effect.problem.head_dim, effect.problem.mask != "full")),
+        lambda effect: (effect.name, effect.problem.label),
         name="levers",
         xlabel="time over that of the stage as it is; less is better",
-        alt=f"Time of every lever over that of its stage as it is. {values}.",
-        caption="What a change of the source does to a stage's time, each beside the stage as it is, " + _OVER_STARTS,
+        caption=f"What a change of the source does to a stage's time, each beside the stage as it is, {_OVER_STARTS}",
     )
 
 
@@ -274,38 +273,31 @@ def split_chart(shown: Sequence[Effect]) -> Chart:
 
     Raises as `chart`.
     """
-    timed = [(effect, share) for effect in shown if (share := _share(effect)) is not None]
-    values = "; ".join(
-        f"{effect.group}, {effect.record.problem.sizes} {_PART_TITLES[effect.name]} {share.value:.1f} %"
-        for effect, share in timed
-    )
     return _chart(
-        [
-            (f"{effect.group}, {effect.record.problem.sizes}", _PART_TITLES[effect.name], effect, share)
-            for effect, share in timed
-        ],
+        shown,
+        lambda effect: (f"{effect.group}, {effect.problem.sizes}", _PART_TITLES[effect.name]),
         name="time-split",
         xlabel="percent of the stage's time that goes with the part",
-        alt=f"Share of a stage's time that goes when a part of its work is left out. {values}.",
         caption="How much of a stage's time goes with each part of its work, with 95 % intervals. The shares need not "
         "add up to 100 %: what overlaps is counted in none, what stands in another's way in both.",
     )
 
 
-def _chart(rows: Sequence[tuple[str, str, Effect, Estimate | None]], *, name: str, **text: str) -> Chart:
-    """Intervals by group: rows are group, title, effect, and what is drawn of it: its ratio, or of a part its share."""
+def _chart(shown: Iterable[Effect], place: Callable[[Effect], tuple[str, str]], *, name: str, **text: str) -> Chart:
+    """Intervals of what has a time: ratios or, of parts, shares; `place` says an effect's group and title."""
     ratio = name != "time-split"
-    if not rows:
-        raise NoDataError.of(f"times to draw {name} of", "flashlab ablate" if ratio else "flashlab split")
     looks: Mapping[str, Look] = {"slower": "worse", "faster": "better"} if ratio else {}
+    timed = [(effect, value) for effect in shown if (value := effect.change if ratio else _share(effect))]
+    if not timed:
+        raise NoDataError.of(f"times to draw {name} of", "flashlab ablate" if ratio else "flashlab split")
     groups: dict[str, list[Interval]] = {}
-    for group, title, effect, drawn in rows:
-        assert drawn is not None
-        look = looks.get(effect.verdict, "first" if effect.is_first else "plain") if ratio else "plain"
-        groups.setdefault(group, []).append((title, drawn, look))
-    shown = [effect for _, _, effect, _ in rows]
-    files = select.run_files(record for effect in shown for record in _records(effect))
-    return intervals(groups, name=name, ratio=ratio, data_files=files, provenance=_caption(shown), **text)
+    for effect, value in timed:
+        group, title = place(effect)
+        look = "first" if effect.is_first else looks.get(effect.verdict, "plain")
+        groups.setdefault(group, []).append((title, value, look))
+    files = select.run_files(record for effect, _ in timed for record in _records(effect))
+    whence = _caption([effect for effect, _ in timed])
+    return intervals(groups, name=name, ratio=ratio, data_files=files, provenance=whence, **text)
 
 
 def _share(effect: Effect) -> Estimate | None:
@@ -382,7 +374,7 @@ _PARTS = (
 def levels_table(shown: Sequence[Effect]) -> str:
     """Every axis with its question, what was expected, and its levels, as Markdown."""
     text: list[str] = []
-    for (name, problem), levels in grouped(shown, lambda effect: (effect.group, effect.record.problem)).items():
+    for (name, problem), levels in grouped(shown, lambda effect: (effect.group, effect.problem)).items():
         axis = AXES[name]
         claims = f" Claims: {', '.join(axis.claims)}." if axis.claims else ""
         text.append(
@@ -405,7 +397,7 @@ def lever_table(shown: Sequence[Effect], name: str) -> str:
 def split_table(shown: Sequence[Effect]) -> str:
     """Every stage's time without each part, and the share that goes with it, as a Markdown table."""
     rows: list[list[Cell]] = []
-    for parts in grouped(shown, lambda effect: (effect.group, effect.record.problem)).values():
+    for parts in grouped(shown, lambda effect: (effect.group, effect.problem)).values():
         rows += [[column.cell(effect) for column in _PARTS] for effect in parts]
         if any(effect.name == list(PARTS)[-1] for effect in parts):
             total = sum(share.value for share in map(_share, parts) if share)

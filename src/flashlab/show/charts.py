@@ -1621,11 +1621,14 @@ def intervals(groups: Mapping[str, Sequence[Interval]], *, xlabel: str, ratio: b
         groups: rows, one at least, by the name that stands above them.
         xlabel: what the values are.
         ratio: whether values are ratios, drawn on a logarithmic axis; else differences.
-        what: name, alt, caption, provenance and data files, as `Chart` has them.
+        what: name, caption, provenance and data files, as `Chart` has them.
     """
     lines: list[tuple[str, Interval | None]] = []
     for heading, rows in groups.items():
         lines += [(heading, None), *((row[0], row) for row in rows)]
+    said = "; ".join(
+        f"{of}, {title}: {number(value.value, 4)}" for of, rows in groups.items() for title, value, _ in rows
+    )
 
     def each(axes: Axes, y: float, row: Interval | None, layout: Layout) -> None:
         if row:
@@ -1635,7 +1638,8 @@ def intervals(groups: Mapping[str, Sequence[Interval]], *, xlabel: str, ratio: b
             _mark(axes, estimate.value, y, shape, colour, markersize=5, zorder=3)
 
     same, log = (1.0, _ratio_ticks) if ratio else (0.0, False)
-    return _row_chart(lines, each, xlabel=xlabel, reference=(same, {}), log=log, bold=list(groups), **what)
+    how: dict[str, Any] = {"reference": (same, {}), "log": log, "bold": list(groups)}
+    return _row_chart(lines, each, xlabel=xlabel, alt=f"{xlabel[:1].upper()}{xlabel[1:]}. {said}.", **how, **what)
 
 
 def changes(comparison: Comparison) -> Chart:
@@ -1655,10 +1659,6 @@ def changes(comparison: Comparison) -> Chart:
         xlabel=f"times as fast: {after} over {before}",
         ratio=True,
         name="compare",
-        alt="; ".join(
-            f"{change.name} at {change.problem.label}: {number(change.ratio)}, {change.verdict}"
-            for change in comparison.changes
-        ),
         caption=f"How many times as fast {after} is as {before}: ratio of medians with its 95 % interval{noise}.",
         **_of_rows(records),
     )
