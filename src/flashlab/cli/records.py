@@ -168,7 +168,7 @@ def _against_peers(gpu: str, data: Path, conditions: Mapping[str, Any], kinds: S
         },
         title=f"{gpu}, newest run {max(pair.run for pair in pairs)}: speed-up over the library (ratio of medians), on "
         "normally distributed inputs of unit scale where a problem names no others"
-        + ("; †: without a library that takes it, which --json names" if any(pair.not_timed for pair in pairs) else ""),
+        + ("; †: without a library that takes it, which --json names" if any(row["not_timed"] for row in flat) else ""),
         document=flat,
     )
 

@@ -61,6 +61,9 @@ class Contest:
     """Of `trained` inputs, the least ratio of any layer, there to the library that is the fastest on it; else None."""
     worst_layer: int | None = None
     """The layer of the model that it is of."""
+    left_out: tuple[str, ...] = ()
+    """Those of `FASTEST` that its run has no such time of, though they take the problem and have one elsewhere on
+    record at that head dim and element type: with one of them the ratio might be less."""
 
     @property
     def run(self) -> str:
@@ -113,16 +116,6 @@ class AgainstPeers:
     """As `sustained`, over the faster of `NAMED_PEERS` alone."""
     reason: str = ""
     """Why there is no ratio; empty where there is one."""
-    not_timed: tuple[str, ...] = ()
-    """Those of `FASTEST` that `run` has no time of, though they take the problem and have one elsewhere on record at
-    that head dim and element type: with one of them the ratio might be less."""
-    sustained_not_timed: tuple[str, ...] = ()
-    """Likewise those that the run of `sustained` did not keep busy; empty where there is none. A library that is slower
-    in bursts may be the faster one under continuous work."""
-
-    def left_out(self, regime: Regime) -> tuple[str, ...]:
-        """Those of `FASTEST` that the regime's ratio is without."""
-        return self.not_timed if regime == "burst" else self.sustained_not_timed
 
     @property
     def runs(self) -> tuple[str, ...]:
@@ -144,8 +137,8 @@ class AgainstPeers:
             "sustained_run": self.sustained.run if self.sustained else None,
             "dirty": self.dirty,
             "reason": self.reason,
-            "not_timed": list(self.not_timed),
-            "sustained_not_timed": list(self.sustained_not_timed),
+            "not_timed": list(self.burst.left_out if self.burst else ()),
+            "sustained_not_timed": list(self.sustained.left_out if self.sustained else ()),
             **(burst or dict.fromkeys(("best_stage", "best_peer", "ratio", "adjusted_ratio"))),
             "sustained": sustained,
             "against_named": {
@@ -160,6 +153,8 @@ class AgainstPeers:
 
 _Second = Mapping[tuple[str, Problem, str], Measurement]
 """Rows with the log-sum-exp on, by run, problem and stage."""
+_Able = Mapping[tuple[int, str], set[str]]
+"""By head dim and element type, those of `FASTEST` that have a time on record at some problem."""
 
 
 def percent_of_peak(row: Measurement, regime: Regime = "burst") -> float | None:
@@ -168,7 +163,9 @@ def percent_of_peak(row: Measurement, regime: Regime = "burst") -> float | None:
     return row.gpu.tensor_percent(tflops, call_clock(row, regime)) if tflops else None
 
 
-def _contest(rows: Sequence[Measurement], regime: Regime, second: _Second | None = None) -> Contest | None:
+def _contest(
+    rows: Sequence[Measurement], regime: Regime, second: _Second | None = None, able: _Able | None = None
+) -> Contest | None:
     stage, peer = fastest_stage(rows, regime), fastest_peer(rows, regime)
     ours = stage.samples_of(regime) if stage else None
     if stage is None or peer is None or ours is None:
@@ -188,6 +185,7 @@ def _contest(rows: Sequence[Measurement], regime: Regime, second: _Second | None
         with_lse=(second or {}).get((stage.run, stage.problem, stage.name)),
         worst_ratio=worst_ratio,
         worst_layer=worst_layer,
+        left_out=_left_out(stage.problem, able or {}, rows, regime),
     )
 
 
@@ -211,7 +209,7 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
         named = held_against(map(_named, runs), session_of)
         busy = _kept_busy(runs, best_peers(chosen))
         named_busy = _named(_kept_busy(runs, best_peers(named)))
-        burst = _contest(chosen, "burst", second)
+        burst = _contest(chosen, "burst", second, able)
         lacking = "library" if fastest_stage(chosen) else "stage"
         contests.append(
             AgainstPeers(
@@ -219,23 +217,16 @@ def against_peers(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL
                 run=chosen[0].run,
                 dirty=any(rows[0].source.dirty for rows in (chosen, busy, named, named_busy) if rows),
                 burst=burst,
-                sustained=_contest(busy, "sustained", second),
+                sustained=_contest(busy, "sustained", second, able),
                 named=_contest(named, "burst", second),
                 named_sustained=_contest(named_busy, "sustained", second),
                 reason="" if burst else f"no {lacking} has a time in that run",
-                not_timed=_not_timed(problem, able, chosen),
-                sustained_not_timed=_not_timed(problem, able, busy, "sustained") if busy else (),
             )
         )
     return tuple(contests)
 
 
-def _not_timed(
-    problem: Problem,
-    able: Mapping[tuple[int, str], set[str]],
-    rows: Iterable[Measurement],
-    regime: Regime = "burst",
-) -> tuple[str, ...]:
+def _left_out(problem: Problem, able: _Able, rows: Iterable[Measurement], regime: Regime) -> tuple[str, ...]:
     """Of libraries that take a problem, those without a time among rows; torch's own choice may be cuDNN."""
     timed = {row.name for row in rows if is_library(row) and rate(row, regime)}
     timed |= {"sdpa_cudnn"} if BESIDE in timed else set()
@@ -243,8 +234,7 @@ def _not_timed(
     return tuple(name for name in FASTEST if name in left_out and not peers.get(name).limits(problem))
 
 
-def _able(rows: Iterable[Measurement]) -> Mapping[tuple[int, str], set[str]]:
-    """By head dim and element type, those of `FASTEST` that have a time on record at some problem."""
+def _able(rows: Iterable[Measurement]) -> _Able:
     timed: dict[tuple[int, str], set[str]] = defaultdict(set)
     for row in rows:
         if row.name in FASTEST and rate(row):

@@ -452,8 +452,8 @@ def _without(names: Sequence[str]) -> str:
 
 
 def _sustained(held: contests.AgainstPeers) -> str | None:
-    ratio = _with_worst(held.sustained)
-    return ratio and f"{ratio}{_without(held.sustained_not_timed)}"
+    contest = held.sustained
+    return f"{_with_worst(contest)}{_without(contest.left_out)}" if contest else None
 
 
 def _side(which: str) -> tuple[Column, Column]:
@@ -465,7 +465,7 @@ def _side(which: str) -> tuple[Column, Column]:
         row = getattr(held.burst, which)
         if which == "stage":
             return f"{code(row.name)} {number(select.rate(row))}"
-        return f"{short_title(row.name)} {number(select.rate(row))}{_without(held.not_timed)}"
+        return f"{short_title(row.name)} {number(select.rate(row))}{_without(held.burst.left_out)}"
 
     return Column(f"{'library' if which == 'peer' else which}, TFLOP/s", said), Column(
         "of peak", lambda held: held.burst and contests.percent_of_peak(getattr(held.burst, which)), percent
@@ -492,11 +492,13 @@ def against(against_peers: Sequence[contests.AgainstPeers]) -> str:
     said, partly = [], []
     regimes: tuple[tuple[Regime, str], ...] = (("burst", "in bursts"), ("sustained", "under sustained load"))
     for regime, when in regimes:
-        contested = [(held, contest) for held in against_peers if (contest := getattr(held, regime))]
+        contested: list[tuple[contests.AgainstPeers, contests.Contest]] = [
+            (held, contest) for held in against_peers if (contest := getattr(held, regime))
+        ]
         if contested:
             ratios = [(c.ratio, f" ({held.problem.label}, over {short_title(c.peer.name)})") for held, c in contested]
             said.append(f"{when.capitalize()} the best stage is faster than the best library at {standing(ratios)}")
-        if count := sum(bool(held.left_out(regime)) for held, _ in contested):
+        if count := sum(bool(contest.left_out) for _, contest in contested):
             partly.append(f"at {several(count, 'problem')} {when}")
     if partly:
         said.append(
@@ -529,8 +531,8 @@ def against_inputs(against_peers: Iterable[contests.AgainstPeers], regime: Regim
         contest = held.burst if regime == "burst" else held.sustained
         if contest and label:
             by_kind.setdefault(held.problem.inputs, {})[label] = contest
-            if left_out := held.left_out(regime):
-                partly[held.problem.inputs, label] = left_out
+            if contest.left_out:
+                partly[held.problem.inputs, label] = contest.left_out
     if not by_kind.keys() - {NORMAL}:
         raise NoDataError(
             f"No {regime} ratios on inputs that are not normal are on record for this GPU yet: "
