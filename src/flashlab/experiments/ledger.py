@@ -56,7 +56,7 @@ from flashlab.record.schema import Call
 from flashlab.run import gpu as gpus
 from flashlab.show import tables
 from flashlab.show.notebook import NOTHING_YET
-from flashlab.show.pages import Output, stage_link
+from flashlab.show.pages import Output, dictionary, stage_link
 from flashlab.verify.oracle import make_torch_inputs
 
 CLAIMS = DATA / "claims.csv"
@@ -757,6 +757,7 @@ def page(out: Output, results: Results, data: Path) -> None:
     }
     pairs = [(pair.claimed, f"`{pair.measured}`", pair.same, pair.differs, carries[pair.time]) for pair in KINSHIPS]
     out.snippet("ledger-gpus.md", tables.markdown(gpus_header, pairs, left=5))
+    out.snippet("dictionary-verdicts.md", f"{dictionary(Verdict)}\n\n{dictionary(Number)}")
     out.text("data/claims.csv", CLAIMS.read_text(encoding="utf-8"))
     out.snippet("ledger-sources.md", sources.tables_of(sources.read()))
     out.text("data/sources.csv", sources.SOURCES.read_text(encoding="utf-8"))
@@ -780,4 +781,3 @@ def page(out: Output, results: Results, data: Path) -> None:
 
 
 PAGES = {"ledger": page}
-RECORDS = (Verdict, Number)

@@ -334,7 +334,6 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 PAGES = {"llama": page}
-RECORDS = (ModelRun,)
 
 
 if __name__ == "__main__":

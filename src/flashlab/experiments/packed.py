@@ -442,7 +442,6 @@ def page(out: Any, results: Any, data: Path = DATA) -> None:
 
 
 PAGES = {"packed": page}
-RECORDS = (PackedRun,)
 
 
 if __name__ == "__main__":

@@ -211,9 +211,9 @@ def generate(
         dead_end_list(out, select.off_ladder(shown.gpu, data), _of_retired(shown))
         check_records(out, everything, data)
         _commands(out)
-        for pages in _registered("PAGES"):
-            for write in pages.values():
-                write(out, shown, data)
+        # Experiments register their pages: none of them is imported here.
+        for write in importlib.import_module("flashlab.experiments").pages():
+            write(out, shown, data)
         for job in jobs:
             job.result()
     out.text("nav.json", json.dumps(_gpus(shown, everything)))
@@ -255,12 +255,6 @@ def _gpus(main: Results, everything: Sequence[Results]) -> list[dict[str, Any]]:
         {"slug": results.gpu, "name": results.name, "partial": bool(results.lacking), "main": results is main}
         for results in everything
     ]
-
-
-def _registered(what: str) -> Iterable[Any]:
-    """What experiments register under a name, found without importing any of them here."""
-    registered: Iterable[Any] = importlib.import_module("flashlab.experiments").registered(what)
-    return registered
 
 
 def _elsewhere(shown: Results, what: str) -> str:
@@ -993,17 +987,12 @@ def _downloads(out: Output, data: Path, gpu: str) -> None:
     for name, columns in (("measurements", tables.MEASUREMENT_COLUMNS), ("samples", tables.SAMPLE_COLUMNS)):
         lines = [(code(column), meaning) for column, meaning in columns.items()]
         out.snippet(f"dictionary-{name}.md", markdown(("column", "meaning"), lines, left=2))
-    models = (
-        *(schema.Measurement, schema.Ceiling, schema.Samples, schema.Verdict, schema.CubinFields, schema.Conditions),
-        *(schema.Tuning, schema.Reading, schema.ChipReading, schema.Call),
-        *(model for records in _registered("RECORDS") for model in records),
-        *(schema.StageCounters, schema.PatternCounters, schema.StageProfile, schema.LineStalls),
-        *(schema.Gpu, schema.Source, schema.Start),
-    )
-    out.snippet("dictionary-records.md", "\n\n".join(map(_dictionary, models)))
+    parts = (schema.Samples, schema.Verdict, schema.CubinFields, schema.Conditions, schema.LineStalls)
+    models = (*store.FOLDERS, *parts, schema.Gpu, schema.Source, schema.Start)
+    out.snippet("dictionary-records.md", "\n\n".join(map(dictionary, models)))
 
 
-def _dictionary(model: Any) -> str:
+def dictionary(model: Any) -> str:
     """What the fields of a record mean."""
     columns = (
         Column("field", "0", code),
