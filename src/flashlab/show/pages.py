@@ -16,6 +16,7 @@ import importlib
 import inspect
 import json
 import lzma
+import math
 import os
 import re
 import shutil
@@ -664,52 +665,48 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
     As a model has its calls, in `AS_IN_A_MODEL`; where no row has such a time, on the same keys and values.
     `measured` is as `select.off_ladder` gives it.
     """
-    lines: list[dict[str, Any]] = []
+    lines: list[tuple[Problem, Cache, Measurement, Measurement, Measurement | None]] = []
     for problem, rows in measured.items():
         taken = (cache for cache in AS_IN_A_MODEL if any(row.samples_of("burst", cache) for row in rows))
         cache: Cache = next(taken, "hot")
         time_us = partial(select.median_us, cache=cache)
         library = select.fastest_of((), rows, cache=cache)
-        ours = [row for row in rows if row.name in registry.DECODE and library and row.run == library.run]
-        best = min(filter(time_us, ours), key=lambda row: time_us(row) or 0.0, default=None)
-        if library and best:
-            serving = [row for row in rows if row.name == "flashinfer" and row.run == best.run and time_us(row)]
-            line: dict[str, Any] = {"cache": cache, "problem": problem, "stage": best.name, "library": library.name}
-            line |= {
-                "us": time_us(best),
-                "library_us": time_us(library),
-                "serving_us": next(map(time_us, serving), None),
-            }
-            line |= {"hot_us": select.median_us(best), "library_hot_us": select.median_us(library)}
-            lines.append(line | {"rows": [best, library, *serving]})
+        together = [row for row in rows if library and row.run == library.run and time_us(row)]
+        ours = (row for row in together if row.name in registry.DECODE)
+        if library and (best := min(ours, key=lambda row: time_us(row) or 0.0, default=None)):
+            lines.append((problem, cache, best, library, next((r for r in together if r.name == "flashinfer"), None)))
+    if not lines:
+        out.snippet("decode.md", "*Not on record for this GPU yet: `flashlab bench --suite decode` measures it*")
+        return
 
     def short(problem: Problem) -> str:
         return re.sub(" full| Sq1", "", problem.label).replace("bfloat", "bf").replace("float", "fp")
 
-    def over(ours: str, theirs: str) -> Callable[[Mapping[str, Any]], float | None]:
-        return lambda line: line[theirs] / line[ours] if line[theirs] and line[ours] else None
+    def us(place: int) -> Callable[[Any], float | None]:
+        return lambda line: select.median_us(line[place], cache=line[1])
 
-    same = over("hot_us", "library_hot_us")
+    def over(place: int, line: Any) -> float | None:
+        return select.speedup(line[2], line[place], cache=line[1])
+
     columns = (
-        Column("problem", lambda line: short(line["problem"])),
-        Column("calls", lambda line: _CALLS[line["cache"]], left=True),
-        Column("over the library", over("us", "library_us"), times),
-        Column("over FlashInfer", over("us", "serving_us"), times),
-        Column("stage", "stage", code, left=True),
-        Column("µs", "us"),
-        Column("TB/s", lambda line: line["problem"].compulsory_bytes / line["us"] / 1e6),
-        Column("library", "library", code, left=True),
-        Column("its µs", "library_us"),
-        Column("same K, V: over the library", lambda line: same(line) if line["cache"] != "hot" else None, times),
+        Column("problem", "0", short),
+        Column("calls", "1", _CALLS.get, left=True),
+        Column("over the library", partial(over, 3), times),
+        Column("over FlashInfer", partial(over, 4), times),
+        Column("stage", "2.name", code, left=True),
+        Column("µs", us(2)),
+        Column("TB/s", lambda line: line[0].compulsory_bytes / (us(2)(line) or math.inf) / 1e6),
+        Column("library", "3.name", code, left=True),
+        Column("its µs", us(3)),
+        Column(
+            "same K, V: over the library", lambda line: select.speedup(*line[2:4]) if line[1] != "hot" else None, times
+        ),
     )
-    caches = {line["cache"] for line in lines}
+    caches = {cache for _, cache, *_ in lines}
     shown_in: Cache = next((cache for cache in AS_IN_A_MODEL if cache in caches), "hot")
-    if not lines:
-        out.snippet("decode.md", "*Not on record for this GPU yet: `flashlab bench --suite decode` measures it*")
-        return
     state = "burst" if len(caches) > 1 else ""  # a column says which calls
-    source = select.provenance([row for line in lines for row in line["rows"]], cache=shown_in, state=state)
-    ratios = [(line["library_us"] / line["us"], f" ({short(line['problem'])})") for line in lines]
+    source = select.provenance([row for line in lines for row in line[2:] if row], cache=shown_in, state=state)
+    ratios = [(over(3, line) or 0.0, f" ({short(line[0])})") for line in lines]
     said = f"The fastest of our kernels is faster than the fastest library at {tables.standing(ratios)}"
     out.snippet("decode.md", f"{said}\n\n{table(columns, lines, drop_empty=True)}\n\n<small>{source}</small>")
 
