@@ -223,18 +223,6 @@ def test_ratios_and_errors_by_kind_are_the_records_and_say_where_they_are_from(t
     assert "<summary>Under sustained load</summary>" in ratios
     for text in (ratios, errors):
         assert text.rstrip().endswith("2026-01-02 · commit 0123abc</small>")
-    assert "was not checked so on the" not in errors
-    # A newer rung that another GPU alone has checked, on the same inputs.
-    path = tmp_path / "data" / "nvidia-h100-80gb-hbm3" / "runs" / f"{RUN}.jsonl"
-    path.parent.mkdir(parents=True)
-    for row in rows:
-        name = {"16_ones_column": "17_around_the_loop"}.get(row.name, row.name)
-        store.append(path, measurement(name, row.problem))
-    content._inputs_and_errors(out, select.load("nvidia-h200", tmp_path / "data"), tmp_path / "data")
-    assert (
-        "`17_around_the_loop` was not checked so on the NVIDIA H200. At 2 problems with the same inputs "
-        "nvidia-h100-80gb-hbm3 has checked it: its errors over those of `16_ones_column` here lie between ×"
-    ) in (out.root / "snippets" / "accuracy.md").read_text(encoding="utf-8")
 
 
 def test_windows_and_soft_caps_stand_beside_the_same_run_without_them(tmp_path: Path) -> None:

@@ -444,12 +444,10 @@ class Results:
             return ()
         beside: dict[str, Measurement] = {}
         for run, name in lacking:
-            together = (row for row in self.records if self.sessions[row.run] == self.sessions[run])
-            same = (row for row in together if row.problem.shape == of.shape)
-            for other in select(same, self.sessions, Policy(inputs=(of.inputs,), fill=False)):
+            for other in self.records:
                 alike = replace(other.problem, dtype=of.dtype) == of and other.problem != of
-                if alike and other.name == name and rate(other) is not None:
-                    beside.setdefault(name, other)
+                if alike and other.name == name and self.sessions[other.run] == self.sessions[run] and rate(other):
+                    beside[name] = other
         return ordered(beside.values())
 
 

@@ -504,33 +504,7 @@ def _against_features(shown: Results, _: Path) -> str:
 
 def _accuracy(shown: Results, data: Path) -> str:
     errors = contests.accuracy(shown.gpu, data)
-    text = f"{tables.accuracy(errors)}\n{_not_checked(shown, errors, data)}"
-    return f"{text}{_from_runs(shown, (checked.run for checked in errors))}"
-
-
-def _not_checked(shown: Results, errors: Sequence[contests.Accuracy], data: Path) -> str:
-    """Of the last rung, where this GPU did not check it: another one's errors over those of its parent here."""
-    last = list(registry.STAGES.values())[-1]
-    parent, here = last.parent or "", {checked.problem: checked.errors for checked in errors}
-    if any(last.id in of for of in here.values()):
-        return ""
-    for gpu in store.gpus(data):
-        pairs = [
-            pair
-            for checked in contests.accuracy(gpu, data)
-            if checked.problem.inputs != TRAINED
-            and last.id in checked.errors
-            and parent in here.get(checked.problem, {})
-            for pair in zip(checked.errors[last.id], here[checked.problem][parent], strict=True)
-        ]
-        ratios = [1.0 if ours == its else ours / its for ours, its in pairs if its or ours == its]
-        if ratios:
-            return (
-                f"{code(last.id)} was not checked so on the {shown.name}. At {len(pairs) // 2} problems with the same "
-                f"inputs {gpu} has checked it: its errors over those of {code(parent)} here lie between "
-                f"{times(min(ratios))} and {times(max(ratios))}.\n\n"
-            )
-    return ""
+    return f"{tables.accuracy(errors)}\n{_from_runs(shown, (checked.run for checked in errors))}"
 
 
 def _from_runs(shown: Results, runs: Iterable[str]) -> str:
