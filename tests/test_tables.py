@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -472,12 +473,13 @@ def test_chip_and_emulator_that_disagree_are_named() -> None:
 def test_every_stage_has_its_newest_check_with_run_and_commit() -> None:
     def line(run: str, status: Status = "ok") -> Compared:
         reason = "" if status == "ok" else "made up"
-        return Compared(stage="", problem=FIRST, status=status, reason=reason, header=checks_header(run))
+        return Compared(stage="00_naive", problem=FIRST, status=status, reason=reason, header=checks_header(run))
 
     lengths = {"00_naive": (line("20260102T030405Z-0123abc"), line("20260102T030405Z-0123abc", "wrong"))}
     drawn = {"05_wmma": (line("20260103T030405Z-89abcde"), line("20260103T030405Z-89abcde", "unsupported"))}
     naive, wmma, none = tables.checks(lengths, drawn, ("00_naive", "05_wmma", "16_ones_column")).splitlines()[2:]
-    assert "| 2 | 1 | 0 | 1: made up | `20260102T030405Z-0123abc` | – |" in naive
+    assert f"1, such as `00_naive` at {FIRST.label}: made up" in naive
+    assert re.search(r"\| 2 \| 1 \| 0 \| [^|]+ \| `20260102T030405Z-0123abc` \| – \|", naive)
     assert wmma.endswith("| 2 | 1 | 1 | 0 | `20260103T030405Z-89abcde` |")
     assert none.count("–") == 10
 

@@ -902,23 +902,23 @@ def _compared(out: Output, everything: Sequence[Results], data: Path) -> str:
 
 def check_records(out: Output, everything: Sequence[Results], data: Path) -> None:
     """The newest comparisons of most stages on record of each GPU, those after it, and what compute-sanitizer found."""
-    said, sanitized = [], []
+    files: list[tuple[str, select.Comparisons]] = []
+    sanitized = []
     for shown in everything:
         kinds: tuple[tuple[select.CheckFolder, tuple[str, ...], str], ...] = (
-            ("checks", (NORMAL,), ""),
-            ("random", (NORMAL,), ""),
-            (FLASH_ATTENTION, FLASH_ATTENTION_INPUTS, "flash-attention's own forward cases, by its own rule: "),
+            ("checks", (NORMAL,), "hostile lengths"),
+            ("random", (NORMAL,), "random shapes and strides"),
+            (FLASH_ATTENTION, FLASH_ATTENTION_INPUTS, "flash-attention's own forward cases, by its own rule"),
         )
         for kind, inputs, what in kinds:
             for path, lines in select.checks(shown.gpu, data, kind, inputs).items():
-                file = published(path.relative_to(data).as_posix())
-                said.append(f"- {what}{tables.check_record(lines)} [Data]({file})")
+                files.append((f"[{what}]({published(path.relative_to(data).as_posix())})", lines))
         findings = store.sanitized(shown.gpu, data)
         if findings:
             runs = sorted({record.run for record in findings}, reverse=True)
-            files = " ".join(f"[{run}]({published(f'{shown.gpu}/sanitizer/{run}.jsonl')})" for run in runs)
-            sanitized.append(f"{tables.sanitized(findings)}\nData: {files}")
-    out.snippet("checks.md", "\n".join(said) if said else NO_CHECKS)
+            links = " ".join(f"[{run}]({published(f'{shown.gpu}/sanitizer/{run}.jsonl')})" for run in runs)
+            sanitized.append(f"{tables.sanitized(findings)}\nData: {links}")
+    out.snippet("checks.md", table(tables.CHECK_RECORDS, files) if files else NO_CHECKS)
     out.snippet("sanitizer.md", "\n\n".join(sanitized) if sanitized else NO_SANITIZER)
 
 

@@ -1174,29 +1174,6 @@ def best(row: Measurement | None) -> tuple[str | None, float | None]:
 # --- Checks -----------------------------------------------------------------------------------------------------------
 
 
-def check_record(lines: Sequence[Compared]) -> str:
-    """What a comparison on record holds, as sentences; with the first failure of each stage."""
-    statuses = Tally(line.status for line in lines)
-    problems = len({line.problem for line in lines})
-    layouts = sorted({line.layout for line in lines})
-    drawn = any("/" in layout for layout in layouts)
-    through = f"{len(layouts)} random layouts" if drawn else f"the layouts {', '.join(layouts)}"
-    failures = [line for line in lines if line.status not in ("ok", "unsupported")]
-    first = {line.stage: line for line in reversed(failures)}
-    count = Tally(line.stage for line in failures)
-    said = "".join(
-        f" {count[stage_id]} of {code(stage_id)}, such as {line.problem.label}: {prose(line.reason)}."
-        for stage_id, line in sorted(first.items())
-    )
-    stages, header = len({line.stage for line in lines}), lines[0].header
-    return (
-        f"{header.gpu.name}, {header.time[:10]}: {len(lines):,} comparisons of "
-        f"{several(stages, 'stage')}, over {problems:,} problems in {through}. "
-        f"{statuses['ok']:,} passed, {len(failures):,} failed, {statuses['unsupported']:,} were not for the stage."
-        f"{said}"
-    )
-
-
 def _checked(what: str, place: int) -> tuple[Column, ...]:
     """The columns of one kind of comparison, the run named last; dashes where a stage has none."""
 
@@ -1204,18 +1181,34 @@ def _checked(what: str, place: int) -> tuple[Column, ...]:
         return sum(line.status in statuses for line in lines) if lines else None
 
     def failed(item: Row) -> str | None:
-        failures = [prose(line.reason) for line in item[place] if line.status not in ("ok", "unsupported")]
-        return f"{len(failures)}{f': {failures[0]}' if failures else ''}" if item[place] else None
+        failures = [line for line in item[place] if line.status not in ("ok", "unsupported")]
+        first = {line.stage: line for line in reversed(failures)}
+        said = "; ".join(f"{code(name)} at {first[name].problem.label}: {prose(first[name].reason)}" for name in first)
+        return f"{len(failures)}{f', such as {said}' if said else ''}" if item[place] else None
 
     return (
-        Column(what, lambda item: len(item[place]) or None),
-        Column("passed", lambda item: of(item[place], "ok")),
-        Column("not for this stage", lambda item: of(item[place], "unsupported")),
+        Column(what, lambda item: len(item[place]) or None, "{:,}".format),
+        Column("passed", lambda item: of(item[place], "ok"), "{:,}".format),
+        Column("not for this stage", lambda item: of(item[place], "unsupported"), "{:,}".format),
         Column("failed", failed),
         Column("run and commit", lambda item: item[place][0].header.run if item[place] else None, code),
     )
 
 
+def _layouts(lines: Sequence[Compared]) -> str:
+    layouts = sorted({line.layout for line in lines})
+    return f"{len(layouts)} at random" if any("/" in layout for layout in layouts) else ", ".join(layouts)
+
+
+CHECK_RECORDS = (
+    Column("", "0"),
+    Column("GPU", lambda item: item[1][0].header.gpu.name, left=True),
+    Column("layouts", "1", _layouts, left=True),
+    Column("stages", lambda item: len({line.stage for line in item[1]})),
+    Column("problems", lambda item: len({line.problem for line in item[1]}), "{:,}".format),
+    *_checked("comparisons", 1),
+)
+"""What files of comparisons hold: of each a link with words, and its lines."""
 CHECKS = (stage("0"), *_checked("hostile lengths", 1), *_checked("random shapes and strides", 2))
 
 
