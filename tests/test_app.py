@@ -176,7 +176,7 @@ def test_sass_listing(run: Run) -> None:
         (("results", "--regime", "sustained", "--cache", "cold"), "--regime burst --cache cold"),
         (
             ("results", "--against-peers", "--cache", "cold"),
-            "no --regime, --cache, --window or --softcap beside it, got --cache cold",
+            "no --regime, --cache, --window or --softcap, got --cache cold",
         ),
         (("results", "--against-peers", "--regime", "burst"), "got --regime burst"),
         (("results", "--against-peers", "--window", "3"), "got --window 3"),
@@ -297,7 +297,7 @@ def test_repair_leaves_alone_what_is_no_gpus_folder(run: Run, data: Path) -> Non
     assert run("repair", "--data", data).code == 0
     assert list((data / "src").iterdir()) == []
     refused = run("repair", "src", "--data", data)
-    assert (refused.code, "There: nvidia-h200" in refused.err) == (1, True)
+    assert (refused.code, "Existing: nvidia-h200" in refused.err) == (1, True)
 
 
 def test_a_gpu_goes_by_its_product_name_too(run: Run) -> None:
@@ -308,7 +308,7 @@ def test_a_gpu_goes_by_its_product_name_too(run: Run) -> None:
 
 
 def test_every_command_takes_a_product_name(run: Run, data: Path, tmp_path: Path) -> None:
-    assert run("repair", "NVIDIA H200", "--dry-run", "--data", data).err == "0 files to mend\n"
+    assert run("repair", "NVIDIA H200", "--dry-run", "--data", data).err == "0 files to repair\n"
     where = ("--data", data, "--out", tmp_path / "out", "--json")
     for command in (("report", "--dry-run", "--source", "replay"), ("sweep", "plan", "--set", "quick")):
         named, by_folder = (run(*command, "--gpu", gpu, *where) for gpu in ("NVIDIA H200", "nvidia-h200"))
@@ -391,16 +391,16 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
     [
         (("bench", "--suite", "none-such"), "smoke, first, quick, standard"),
         (("bench", "--shape", "16x16"), "BxHxSxD"),
-        (("bench", "--shape", "1x8x512x64", "--suite", "first"), "wanted no --suite beside it"),
-        (("bench", "--shape", "1x8x512x64", "--sustained-on", "fa3", "--dry-run"), "wanted --sustained SECONDS beside"),
+        (("bench", "--shape", "1x8x512x64", "--suite", "first"), "wanted no --suite, which it replaces"),
+        (("bench", "--shape", "1x8x512x64", "--sustained-on", "fa3", "--dry-run"), "wanted --sustained SECONDS too"),
         (("bench", "--shape", "1x8x512x64", "--sustained", "inf", "--dry-run"), "sustained: wanted seconds, got inf"),
-        (("bench", "--stages", "", "--dry-run"), "wanted names joined by commas, or none, got ''"),
+        (("bench", "--stages", "", "--dry-run"), "wanted comma-separated names, or none, got ''"),
         (("bench", "--stages", "99_none"), FIRST_STAGE),
         (("bench", "--peers", "none-such"), "sdpa"),
         (("bench", "--stages", "none", "--peers", "none"), "at least one stage or peer"),
         (("bench", "--stages", "none", "--peers", "none", "--dry-run"), "at least one stage or peer"),
         (("bench", "--source", FIRST_STAGE), "STAGE=FILE"),
-        (("bench", "--source", f"{FIRST_STAGE}=/none/such.cu"), "a file that exists"),
+        (("bench", "--source", f"{FIRST_STAGE}=/none/such.cu"), "an existing file"),
         (("check", "99_none"), FIRST_STAGE),
         (("check", "--length", "113"), "SQxSK"),
         (
@@ -426,11 +426,11 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
         (("report", "--source", "guess"), "replay"),
         (("sweep", "plan", "--set", "none-such"), "quick, full, got"),
         (("sweep", "plan", "--ray", "local"), "flashlab[sweep]"),
-        (("sweep", "plan", "--gpu", "nope"), "wanted a GPU, got nope. --gpu names one to plan for"),
+        (("sweep", "plan", "--gpu", "nope"), "wanted a GPU, got nope. --gpu selects one to plan for"),
         (("sweep", "run", "--gpu", "nope"), "wanted a GPU, got nope"),
         (("collect", "/none/such"), "has no records"),
         (("compare", "a", "b"), "wanted records"),
-        (("repair",), "wanted GPUs' folders of records under"),
+        (("repair",), "wanted folders of records under"),
         (("tune", "09", "--shape", "bad", "--dry-run"), "shape: wanted BxHxSxD"),
         (("tune", "09", "--head-dim", "80", "--dry-run"), "Stage 09_wgmma takes head dim"),
         (("tune", "09[TILE_KV=64]", "--dry-run"), "wanted an id alone, got '09_wgmma[TILE_KV=64]'"),
@@ -442,7 +442,7 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
         (("ablate", "exp", "--shape", "1x1x64x80"), "wanted a stage that takes B1 H1"),
         (("ablate", "--levers", "--shape", "1x1x64x80"), "wanted a stage that takes B1 H1"),
         (("bench", "--stages", "09", "--peers", "none", "--shape", "1x1x64x80"), "got none. Stage 09_wgmma takes head"),
-        (("packed", "--decode", "--mask", "full"), "--mask: wanted no --decode beside it"),
+        (("packed", "--decode", "--mask", "full"), "--mask: wanted no --decode"),
         (("packed", "--head-dim", "80"), "wanted a stage that takes B1 H16 S1 D80"),
         (("packed", "--lengths", "none"), "lengths: wanted one of equal, uniform, one_long, short, got none"),
         (("llama", "--attention", "none"), "attention: wanted one of flashlab, sdpa, fa3, nothing, sdpa_cudnn"),
@@ -601,7 +601,7 @@ def test_check_takes_kinds_of_inputs_and_says_which_it_leaves_out(run: Run, monk
     monkeypatch.setattr(check, "check_stages", measure)
     result = run("check", "--on", "gpu", "--inputs", "all")
     assert asked["inputs"] == tuple(kind for kind in KINDS if kind != "trained")
-    assert "trained inputs are left out" in result.err
+    assert "trained inputs are skipped" in result.err
     run("check", "--on", "gpu")
     assert asked["inputs"] is None  # hostile ones too
 
@@ -638,7 +638,7 @@ def test_bench_foretells_how_long_it_takes(run: Run, monkeypatch: pytest.MonkeyP
     asked = ("bench", "--suite", "peers", "--dry-run", "--head-dim", "64", "--peers", "sdpa,fa3", "--stages", "none")
     result = run(*asked)
     assert result.code == 0
-    assert "minutes with the start; nothing was measured" in result.err
+    assert "minutes including start-up; nothing was measured" in result.err
     found = run(*asked, "--json").json
     assert {one["problem"]["dtype"]: one["implementations"] for one in found["problems"]} == {
         "float16": 1,
@@ -704,8 +704,8 @@ def test_check_counts_and_names_failures(run: Run, monkeypatch: pytest.MonkeyPat
     found(*(row("unsupported", f"too old by {years}") for years in range(9)))
     result = run("check", "--on", "gpu")
     assert result.code == 1
-    assert "and for 1 other reasons" in result.err
-    assert "nothing was compared: all 9 checks are unsupported" in result.err
+    assert "further reasons, listed by --json: 1" in result.err
+    assert "nothing was checked: all 9 checks are unsupported" in result.err
     found(row("ok", ""), row("wrong", "output: NaN at (0, 0, 0, 0)"))
     result = run("check", "--on", "gpu")
     assert result.code == 1
@@ -745,7 +745,7 @@ def test_check_runs_on_the_cpu(run: Run) -> None:
         result = run(*CPU_CHECK)
         assert result.code == 0
         (line,) = (line for line in result.err.splitlines() if "no GPU" in line)
-        assert line == f"no GPU ({gpu.absence()}), so on the CPU"
+        assert line == f"no GPU ({gpu.absence()}): checking on the CPU"
         assert FIRST_STAGE in result.out
 
 
@@ -754,7 +754,7 @@ def test_a_named_stage_that_takes_none_of_the_problems_is_said(run: Run) -> None
     some = ("--on", "cpu", "--length", "5x7", "--softcap", "9", "--dtype", "float16", "--mask", "full")
     result = run("check", FIRST_STAGE, "08_swizzle", *some)
     assert (result.code, FIRST_STAGE in result.out) == (0, False)
-    assert f"{FIRST_STAGE}: not checked: none of these problems is for it" in result.err
+    assert f"{FIRST_STAGE}: not checked: it supports none of these problems" in result.err
 
 
 @needs_compiler
@@ -770,10 +770,10 @@ def test_a_problem_too_large_for_the_cpu_is_refused_before_its_inputs_are_made(
     result = run(*how, "99999999x99999999")
     assert result.code == 1
     assert "would take about" in result.err
-    assert "nothing was compared" in result.err
+    assert "nothing was checked" in result.err
     result = run(*how, "7x8")
     assert result.code == 1
-    assert "flashlab: wanted more memory than this machine has: Unable to allocate what B1 H2/1" in result.err
+    assert "flashlab: out of host memory: Unable to allocate what B1 H2/1" in result.err
 
 
 @pytest.mark.parametrize(
@@ -819,7 +819,7 @@ def test_two_edited_copies_of_one_name_are_refused(run: Run, tmp_path: Path) -> 
         given += ["--source", f"{FIRST_STAGE}={copy}"]
     result = run("check", "--length", "65x66", "--on", "cpu", *given)
     assert result.code != 0
-    assert "copies of different names" in result.err
+    assert "copies with different file names" in result.err
 
 
 def test_check_goes_through_an_edited_copy_alone_where_no_stage_is_named(
@@ -871,7 +871,7 @@ def test_a_sweep_without_a_gpu_is_planned_for_one_with_records(
     for action in ("plan", "run", "resume"):
         refused = run("sweep", action, "--set", "quick", "--data", data)
         assert (refused.code, refused.out) == (1, "")
-        assert "got none here. --gpu names one to plan for, of those here or with records: nvidia-h200" in refused.err
+        assert "got none here. --gpu selects one to plan for, present or with records: nvidia-h200" in refused.err
     planned = run("sweep", "plan", "--set", "quick", "--gpu", "nvidia-h200", "--data", data, "--json")
     assert planned.json
     assert {row["gpu"] for row in planned.json} == {"nvidia-h200"}
@@ -1041,14 +1041,14 @@ def test_claims_are_measured_for_the_gpu_at_hand_alone(run: Run, data: Path, mon
     monkeypatch.setattr(gpu, "info", lambda index: SimpleNamespace(slug="nvidia-l4"))
     result = run("claims", "--data", data, "--measure", "--gpu", "nvidia-h200")
     assert result.code == 1
-    assert "--gpu: wanted nvidia-l4, which --measure is for, or no --measure, got nvidia-h200" in result.err
+    assert "--gpu: wanted nvidia-l4, the GPU that --measure uses, got nvidia-h200" in result.err
 
 
 def test_a_chart_that_cannot_be_written_is_said(run: Run, data: Path, tmp_path: Path) -> None:
     sides = ("compare", "nvidia-h200", "nvidia-h200", "--shape", FIRST_SHAPE, "--mask", "full", "--data", data)
     result = run(*sides, "--chart", tmp_path / "none" / "ratios.svg")
     assert result.code == 1
-    assert "--chart: wanted a file that can be written, in a folder that is there, got " in result.err
+    assert "--chart: wanted a writable file in an existing folder, got " in result.err
     assert run(*sides, "--chart", tmp_path / "ratios.svg").code == 0
 
 

@@ -193,11 +193,11 @@ def test_the_table_holds_the_newest_run_and_says_what_is_missing(tmp_path: Path)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--batch", "4"], "--batch: wanted --decode beside it"),
-        (["--stages", "d13"], "--stages: wanted --decode beside it"),
+        (["--batch", "4"], "--batch: wanted --decode too"),
+        (["--stages", "d13"], "--stages: wanted --decode too"),
         (["--decode", "--stages", "d13_shares_of_time[END_STEPS=8],16"], "stages: wanted one of d1_paged_kv, "),
-        (["--decode", "--mask", "full"], "--mask: wanted no --decode beside it"),
-        (["--decode", "--head-dim", "64"], "--head-dim: wanted no --decode beside it"),
+        (["--decode", "--mask", "full"], "--mask: wanted no --decode"),
+        (["--decode", "--head-dim", "64"], "--head-dim: wanted no --decode"),
     ],
 )
 def test_options_of_the_other_kind_are_refused(options: list[str], words: str) -> None:

@@ -90,7 +90,7 @@ def test_a_record_says_what_was_drawn() -> None:
     for case in random_cases(FEATURED, 50, seed=0):
         (line,) = checks._compared(checks.case_line([_failed(case)]))
         assert line["problem"] == case.problem
-    with pytest.raises(ParameterError, match="--random, which draws them itself"):
+    with pytest.raises(ParameterError, match="--random, which draws them,"):
         kernels.check(["08_swizzle"], random=3, window="3:3", on="cpu")
 
 

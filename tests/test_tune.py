@@ -723,7 +723,7 @@ def test_the_command_takes_a_stage_or_a_plan(tmp_path: Path) -> None:
     (pingpong,) = (task for task in tune.read_plan(Path(plan)) if task.key == ("11_pingpong", PROBLEM))
     assert re.search(rf"^11_pingpong +{PROBLEM.label} +{len(pingpong.variants)} ", shown.stdout, re.MULTILINE)
     assert "D128" not in shown.stdout
-    assert re.search(r"^about \d+ s with the start", shown.stderr, re.MULTILINE)
+    assert re.search(r"^about \d+ s including start-up", shown.stderr, re.MULTILINE)
     for what in ([], [STAGE.id, "--plan", plan]):
         refused = CliRunner().invoke(app, ["tune", *what])
         assert isinstance(refused.exception, ParameterError)

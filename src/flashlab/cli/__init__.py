@@ -1,3 +1,3 @@
-"""The command line, a file for each group of commands."""
+"""The command-line interface, one module per group of commands."""
 
 from flashlab.cli.app import main as main

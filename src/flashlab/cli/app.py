@@ -1,7 +1,7 @@
-"""The command line: tables and JSON to stdout, messages and progress to stderr, a non-zero exit on failure.
+"""The command line: tables and JSON on stdout, messages and progress on stderr, non-zero exit status on failure.
 
-Each group of commands is a module with `COMMANDS`: functions by the command's name, which all get `--json`. An
-experiment's are in a module of `flashlab.experiments.commands`, and found there: adding one touches nothing here.
+Each group of commands is a module whose `COMMANDS` maps names to functions; every command also gets `--json`. The
+modules of `flashlab.experiments.commands` are discovered, so that a new experiment needs no change here.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _groups() -> Iterator[ModuleType]:
         yield import_module(f"{EXPERIMENTS}.{module.name}")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         typer.echo(f"flashlab {__version__}")
         raise typer.Exit
 
@@ -41,7 +41,7 @@ def _version(wanted: bool) -> None:
 Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")]
 app = typer.Typer(
     name="flashlab",
-    help="How an attention kernel gets fast on a GPU, and what each step really buys.",
+    help="Compile, check, time and profile CUDA attention kernels, stage by stage.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -55,14 +55,14 @@ def _root(version: Version = False) -> None:
 
 for _group in _groups():
     for _name, _command in _group.COMMANDS.items():
-        # A paragraph a line: typer would keep the line breaks of the source.
+        # One line per paragraph: typer would keep the line breaks of the source.
         _paragraphs = [" ".join(text.split()) for text in (_command.__doc__ or "").split("\n\n")]
         app.command(_name, help="\n\n".join(_paragraphs))(with_json(_command))
 
 
 def main() -> None:
     """Entry point of the `flashlab` program."""
-    # As Ctrl-C does: what was begun is ended, and records that are there are sealed.
+    # Treat SIGTERM like Ctrl-C: child processes are stopped and existing records sealed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.stdout, sys.stderr = sys.stdout or StringIO(), sys.stderr or StringIO()  # None: closed
     for stream in (sys.stdout, sys.stderr):
@@ -74,11 +74,11 @@ def main() -> None:
         complain(error)
         sys.exit(1)
     except BrokenPipeError:
-        # The reader (`head`, a pager) left early; keep the interpreter from complaining about it at exit.
+        # The reader (`head`, a pager) closed the pipe; keep the interpreter from reporting it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except MemoryError as error:
-        say(f"flashlab: wanted more memory than this machine has: {error}. A smaller problem works.")
+        say(f"flashlab: out of host memory: {error}. A smaller problem works.")
         sys.exit(1)
     except OSError as error:
         say(f"flashlab: {error}")

@@ -1,6 +1,5 @@
-"""`flashlab doctor`: what this machine has of what flashlab uses, each finding with the command that puts it right.
-
-`flashlab repair` is the command for records that were cut off.
+"""`flashlab doctor` checks the environment and names the command that fixes each problem; `flashlab repair` completes
+truncated records.
 """
 
 from __future__ import annotations
@@ -28,30 +27,30 @@ from flashlab.core.errors import CompileError, DamagedRecordError, FlashlabError
 from flashlab.core.paths import BUILD, DATA, INSTALLED, ROOT, cache_dir, writable_dir
 
 State = Literal["ok", "absent", "broken"]
-"""absent: not there, and flashlab does without, as `detail` says. broken: something flashlab needs does not work."""
+"""absent: an optional component is missing, `detail` names the consequence. broken: a required one does not work."""
 OLDEST_PYTHON = (3, 11)
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at."""
+    """The state of one component."""
 
     name: str
     state: State
     detail: str
-    """What was found, or what is lost without it."""
+    """What was found, or what does not work without it."""
     fix: str = ""
-    """The command that puts it right; empty where nothing is wrong."""
+    """The command that fixes it; empty if nothing is wrong."""
 
 
 def examine(data: Path = DATA) -> tuple[Finding, ...]:
-    """Everything looked at, in reading order. Never raises."""
+    """Check every component, in display order. Never raises."""
     return (*_toolchain(), *_gpu(), *_programs(), *_folders(), *_data(data))
 
 
 def apt(package: str) -> str:
-    """The command that installs a Debian package here."""
+    """The command that installs a Debian package."""
     return f"{'' if os.geteuid() == 0 else 'sudo '}apt-get install {package}"
 
 
@@ -61,9 +60,9 @@ def _pip(extra: str = "") -> str:
 
 
 def _look(name: str, look: Callable[[], str], *, fix: str = "", lost: str = "") -> Finding:
-    """What `look` says; where it raises, its message and `fix`.
+    """Finding with the result of `look`, or with its error message and `fix`.
 
-    Where a program is missing without which only `lost` is lost, it is absent; anything else that raises is broken.
+    A `MissingError` counts as absent if `lost` names what does not work without it; any other error as broken.
     """
     try:
         return Finding(name, "ok", look())
@@ -74,7 +73,7 @@ def _look(name: str, look: Callable[[], str], *, fix: str = "", lost: str = "") 
 
 
 def _toolchain() -> Iterator[Finding]:
-    """Compiles the first stage, for the oldest architecture and for the CPU: proof beats a version number."""
+    """Check the toolchain by compiling the first stage for the oldest architecture and for the CPU."""
     import numpy
 
     from flashlab.build import compiler, sass, symbols
@@ -102,7 +101,7 @@ def _toolchain() -> Iterator[Finding]:
     yield Finding("python", state, python, "" if current else apt("python3 python3-venv"))
     yield _look("compiler", lambda: f"{cubin().compiler}, compiles for {', '.join(ARCHS)}", fix=_pip())
     yield _look("disassembler", lambda: f"read {sass.mix(cubin().code)['total']} instructions", fix=_pip())
-    cpu = _look("cpu", on_cpu, fix=emulator.install_command(), lost="kernels run on a GPU alone")
+    cpu = _look("cpu", on_cpu, fix=emulator.install_command(), lost="kernels run only on a GPU")
     yield cpu
     reason = symbols.missing()
     if cpu.state == "ok" and reason:
@@ -123,13 +122,13 @@ def _gpu() -> Iterator[Finding]:
         yield Finding("gpu", "absent", f"{reason} The report replays the committed data.")
     else:
         yield Finding("gpu", "ok", f"{here.name}, {here.arch}, driver {here.record.driver}")
-    on_cpu = f"and without a GPU of use for the stages in Triton alone: {triton_code.INTERPRETER_NEEDS}"
+    on_cpu = f"and without a GPU needed only for Triton stages: {triton_code.INTERPRETER_NEEDS}"
     for name, module, lost, without_gpu in (
-        ("torch", "torch", "no measuring", on_cpu),
-        ("cupy", "cupy", "no measuring", "and of no use without a GPU"),
+        ("torch", "torch", "no measurements", on_cpu),
+        ("cupy", "cupy", "no measurements", "and not needed without a GPU"),
         ("triton", "triton", "no FlexAttention peer", on_cpu),
-        ("flash-attention-3", "fa3_fwd_interface", "no FlashAttention-3 peer", "and of no use without a GPU"),
-        ("flash-attention-4", "flash_attn", "no FlashAttention-4 peer", "and of no use without a GPU"),
+        ("flash-attention-3", "fa3_fwd_interface", "no FlashAttention-3 peer", "and not needed without a GPU"),
+        ("flash-attention-4", "flash_attn", "no FlashAttention-4 peer", "and not needed without a GPU"),
     ):
         if importlib.util.find_spec(module):
             packages = dict.fromkeys(metadata.packages_distributions().get(module, []))
@@ -146,24 +145,26 @@ def _programs() -> Iterator[Finding]:
     header = Path(sysconfig.get_path("include")) / "Python.h"
     launchers = "Triton and FlexAttention cannot build their launchers"
     for name, path, lost, package in (
-        ("git", shutil.which("git"), "records cannot name the commit that made them", "git"),
+        ("git", shutil.which("git"), "records cannot name their commit", "git"),
         ("g++", shutil.which("g++"), launchers, "g++"),
-        ("chromium", next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None), "no tests in a browser", "chromium"),
+        ("chromium", next(filter(None, map(shutil.which, CHROMIUM_NAMES)), None), "no browser tests", "chromium"),
         ("Python.h", header if header.is_file() else None, launchers, f"python3.{sys.version_info[1]}-dev"),
     ):
-        yield Finding(name, "ok", str(path)) if path else Finding(name, "absent", f"not there: {lost}", apt(package))
+        yield (
+            Finding(name, "ok", str(path)) if path else Finding(name, "absent", f"not installed: {lost}", apt(package))
+        )
 
 
 def _folders() -> Iterator[Finding]:
     for name, folder, fix in (
-        ("cache", cache_dir(), "export FLASHLAB_CACHE=/a/folder/you/may/write"),
+        ("cache", cache_dir(), "export FLASHLAB_CACHE=/path/to/a/writable/folder"),
         ("build", BUILD, f"sudo chown -R {os.geteuid()} {shlex.quote(str(ROOT))}"),
     ):
         yield _look(name, partial(_writable, folder, name), fix=fix)
 
 
 def _writable(folder: Path, name: str) -> str:
-    return f"{writable_dir(folder, name)} can be written"
+    return f"{writable_dir(folder, name)} is writable"
 
 
 def _data(data: Path) -> Iterator[Finding]:
@@ -171,16 +172,16 @@ def _data(data: Path) -> Iterator[Finding]:
 
     if INSTALLED and data == DATA:
         tables = ", ".join(store.folders(data))
-        yield Finding("data", "ok", f"tables of choices of {tables}; records, notebooks and the site need the checkout")
+        yield Finding("data", "ok", f"tables of choices of {tables}; records, notebooks and the site need a checkout")
         return
     if not store.gpus(data):
-        lost = f"no recorded runs under {data}: there is nothing to replay"
+        lost = f"no recorded runs under {data}: nothing to replay"
         yield Finding("data", "absent", lost, "flashlab bench, on a machine with an NVIDIA GPU")
     for name in store.folders(data):
         damage = store.verify(name, data)
         where = shlex.quote(str(data / name))
         fix = "" if data == DATA else f" --data {shlex.quote(str(data))}"
-        # What a run left unfinished git does not know; what git knows was changed.
+        # `repair` completes an unfinished run, which git does not track; anything else damaged is restored from git.
         fix = f"flashlab repair {name}{fix}" if store.mends(name, data) else f"git checkout -- {where}"
         detail = "; ".join(map(str, damage)) or f"sound: {store.extent(name, data)}"
         yield Finding(f"data/{name}", "broken" if damage else "ok", detail, fix if damage else "")
@@ -189,24 +190,24 @@ def _data(data: Path) -> Iterator[Finding]:
 def repair(
     gpus: opt.GpuNames = None,
     *,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done, and do nothing.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be repaired without doing it.")] = False,
     data: opt.Data = DATA,
 ) -> None:
-    """Complete the folders of records that a crash, a kill or a full disk left unfinished; every sound line stays.
+    """Complete folders of records left unfinished by a crash, a kill or a full disk, keeping every valid line.
 
-    Lines that were cut short go to aside/, with their place; sound files are listed in CHECKSUMS; machine.json is made
-    of the newest record. What was changed is left as it is and named: git has it. Not while something measures.
+    Truncated lines move to aside/ with their position; valid files enter CHECKSUMS; machine.json is rebuilt from the
+    newest record. Files modified later are reported, not changed: git has them. Do not run this during a measurement.
     """
     from flashlab.measure.harness import host
     from flashlab.record import store
     from flashlab.run import gpu as here
 
-    # A folder without records is no GPU's and gets no CHECKSUMS: an empty --data is the folder one happens to be in.
+    # Only folders with records get a CHECKSUMS file: an empty --data is the current directory.
     known = [name for name in store.folders(data) if store.record_files(name, data)]
     if not known:
-        raise NoDataError(f"wanted GPUs' folders of records under {data}, found none")
+        raise NoDataError(f"wanted folders of records under {data}, found none")
     if unknown := set(gpus or ()) - set(known):
-        raise NoDataError(f"gpu: wanted folders under {data}, got {', '.join(unknown)}. There: {', '.join(known)}")
+        raise NoDataError(f"gpu: wanted folders under {data}, got {', '.join(unknown)}. Existing: {', '.join(known)}")
     this = None if here.available() else here.info().slug
     done = [
         mend
@@ -223,12 +224,12 @@ def repair(
     damage = [] if dry_run else [fault for name in gpus or known for fault in store.verify(name, data)]
     if damage:
         listed = "\n  ".join(map(str, damage))
-        raise DamagedRecordError(f"wanted sound records, found what no repair may touch:\n  {listed}")
-    say(f"{several(len(done), 'file')} {'to mend' if dry_run else 'mended; all records are sound'}")
+        raise DamagedRecordError(f"wanted sound records, found damage that cannot be repaired:\n  {listed}")
+    say(f"{several(len(done), 'file')} {'to repair' if dry_run else 'repaired; all records are sound'}")
 
 
 def doctor(*, data: opt.Tables = DATA) -> None:
-    """Say what this machine has of what flashlab uses, and the command that puts right what is missing."""
+    """Check compilers, GPU, packages, folders and records, and show the command that fixes each problem."""
     findings = examine(data)
     answer(findings, ("name", "state", "detail"))
     for finding in findings:

@@ -1,4 +1,4 @@
-"""Commands about the kernels themselves: none needs a GPU."""
+"""Commands that compile, inspect and check kernels; none requires a GPU."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def _chosen(ids: Sequence[str] | None, dead_ends: bool = False) -> list[str]:
-    """The named stages, and the dead ends where they are asked for; the ladder where that is nothing."""
+    """The named stages, plus the dead ends if requested; the ladder if that is empty."""
     from flashlab.kernels import registry
 
     return list(dict.fromkeys([*(ids or ()), *(registry.DEAD_ENDS if dead_ends else ())]) or registry.STAGES)
 
 
 def stages(*, dead_ends: opt.DeadEnds = False) -> None:
-    """List the stages: what each changes, where it runs, what can be tuned."""
+    """List the stages: parent, requirements, data types, head dims and tunables."""
     from flashlab.kernels import registry
 
     rows = [registry.get(stage_id) for stage_id in _chosen(None, dead_ends)]
@@ -48,7 +48,7 @@ def compile_(
     dead_ends: opt.DeadEnds = False,
     arch: opt.Archs = None,
 ) -> None:
-    """Compile stages for architectures, no GPU needed, and show what ptxas says of each."""
+    """Compile stages and show registers, spills and shared memory as ptxas reports them; needs no GPU."""
     from flashlab.build import compiler
     from flashlab.kernels import registry
 
@@ -57,7 +57,7 @@ def compile_(
     if not jobs:
         able = "; ".join(f"{stage.id} for {', '.join(stage.archs)}" for stage in chosen or ())
         raise ParameterError(
-            f"arch: wanted one that a named stage is compiled for, got {', '.join(arch or ())}. Compiled are {able}"
+            f"arch: wanted one that a named stage supports, got {', '.join(arch or ())}. Supported: {able}"
         )
     with following("compiling", lines=False) as follow:
         results = compiler.compile_many(jobs, follow=follow)
@@ -81,7 +81,7 @@ def compile_(
     sizes = ("static_smem_bytes", "dynamic_smem_bytes", "threads", "seconds", "cached")
     answer(rows, (*columns, *sizes))
     failures = [result for result in results if isinstance(result, CompileError)]
-    # A mistake in the source fails at every head dim, type and mask, each with its own command and log.
+    # An error in the source fails every head dim, dtype and mask, each with its own command and log.
     for failure in {failure.summary: failure for failure in reversed(failures)}.values():
         complain(failure)
     if failures:
@@ -93,18 +93,18 @@ def sass(
     stage_id: Annotated[str, opt.STAGE],
     *,
     arch: opt.Arch = "sm_90a",
-    head_dim: Annotated[int | None, typer.Option(help="The stage's first if not given.")] = None,
+    head_dim: Annotated[int | None, typer.Option(help="Head dim; default: the stage's first.")] = None,
     dtype: opt.TheDType = "float16",
     mask: opt.TheMask = "full",
-    listing: Annotated[bool, typer.Option("--listing", help="Print every instruction.")] = False,
+    listing: Annotated[bool, typer.Option("--listing", help="Print the disassembly.")] = False,
 ) -> None:
-    """Count a stage's machine instructions by class, or list them; no GPU needed."""
+    """Show the instruction mix (SASS) of a stage, or its disassembly; needs no GPU."""
     from flashlab.build import compiler
     from flashlab.build import sass as module
     from flashlab.kernels import registry
 
     stage, variant = registry.parse(stage_id)
-    # A problem of one query checks the head dim the way every other command does.
+    # Parsing a problem checks the head dim as every other command does.
     problem = Problem.parse(f"1x1x1x{stage.head_dims[0] if head_dim is None else head_dim}", dtype=dtype, mask=mask)
     assert arch is not None
     cubin = compiler.compile_stage(compiler.Job.of(stage, problem, arch=arch, overrides=variant))
@@ -142,7 +142,9 @@ def check(
     stage_ids: opt.StageIds = None,
     *,
     dead_ends: opt.DeadEnds = False,
-    length: Annotated[list[str] | None, typer.Option(help="SQxSK, such as 113x203; hostile ones if not given.")] = None,
+    length: Annotated[
+        list[str] | None, typer.Option(help="SQxSK, e.g. 113x203; default: edge cases; repeatable.")
+    ] = None,
     dtype: opt.OneDType = None,
     mask: opt.OneMask = None,
     window: opt.TheWindow = None,
@@ -150,29 +152,30 @@ def check(
     inputs: opt.Inputs = None,
     source: opt.Source = None,
     on: Annotated[
-        Literal["gpu", "cpu", "both"] | None, typer.Option(help="both compares them; gpu where there is one, else cpu.")
+        Literal["gpu", "cpu", "both"] | None,
+        typer.Option(help="both compares the two; default: gpu, or cpu without one."),
     ] = None,
     schedule: Annotated[
-        list[str] | None, typer.Option(help="CPU: order of warps, ascending, descending or seeded:N; may be repeated.")
+        list[str] | None, typer.Option(help="CPU only: warp order, ascending, descending or seeded:N; repeatable.")
     ] = None,
-    races: Annotated[bool, typer.Option("--races", help="CPU: look for races and bad accesses too; slower.")] = False,
-    random: Annotated[int, typer.Option(min=0, help="So many random problems, features and layouts, instead.")] = 0,
+    races: Annotated[bool, typer.Option("--races", help="CPU only: detect races and invalid accesses; slow.")] = False,
+    random: Annotated[int, typer.Option(min=0, help="Check this many random problems and layouts instead.")] = 0,
     suite: Annotated[
-        str | None, typer.Option(help="flash-attention: the forward cases of its own tests, by its rule, instead.")
+        str | None, typer.Option(help="flash-attention: use the forward cases and tolerance of its tests instead.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the inputs, and of what --random draws.")] = 0,
-    insist: Annotated[bool, typer.Option("--insist", help="CPU: however long it takes.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs and of --random.")] = 0,
+    insist: Annotated[bool, typer.Option("--insist", help="CPU only: no time limit.")] = False,
     record: Annotated[bool, typer.Option("--record", help="Append the verdicts to data/<gpu>/.")] = False,
     resume: Annotated[
-        bool, typer.Option("--resume", help="With --record: go on in what this very code began here.")
+        bool, typer.Option("--resume", help="With --record: continue a run that the same code began here.")
     ] = False,
     device: opt.Device = 0,
     data: opt.Tables = DATA,
 ) -> None:
-    """Compare stages with the float64 oracle, over lengths, layouts, types, masks and inputs that break kernels.
+    """Check stages against the float64 oracle over lengths, layouts, data types, masks and adversarial inputs.
 
-    Runs on the GPU, or on the CPU, where every stage runs on any machine. Inputs are normal if not given, and without
-    --length hostile ones too. With --source and no STAGE the edited copies alone are checked.
+    Runs on the GPU, or emulated on the CPU, where every stage runs. Inputs default to normal; without --length,
+    hostile inputs are checked too. With --source and no STAGE, only the edited copies are checked.
     """
     from flashlab.kernels import registry
     from flashlab.measure import check as module
@@ -183,29 +186,29 @@ def check(
     kinds = None if inputs is None else kinds_in(inputs)
     if kinds and TRAINED in kinds and len(kinds) > 1:
         kinds = tuple(kind for kind in kinds if kind != TRAINED)
-        say(f"{TRAINED} inputs are left out: they have one shape, and `flashlab bench` checks them where it times them")
+        say(f"{TRAINED} inputs are skipped: their shape is fixed, and `flashlab bench` checks them when it times them")
     if on is None:
         on = "cpu" if gpu.available() and not record else "gpu"
         if on == "cpu":
-            say(f"no GPU ({gpu.absence()}), so on the CPU")
+            say(f"no GPU ({gpu.absence()}): checking on the CPU")
     if on != "cpu" and (schedule or races or insist):
-        raise ParameterError(f"--schedule, --races and --insist: wanted --on cpu, which they are for, got --on {on}")
+        raise ParameterError(f"--schedule, --races and --insist: wanted --on cpu, got --on {on}")
     if on == "cpu" and device:
-        raise ParameterError(f"--device: wanted --on gpu or both, got --on cpu, where GPU {device} takes no part")
+        raise ParameterError(f"--device: wanted --on gpu or both, got --on cpu, which does not use GPU {device}")
     if suite and (random or length or inputs or schedule):
-        raise ParameterError("--suite: wanted no --random, --length, --inputs or --schedule, which it has itself")
+        raise ParameterError("--suite: wanted no --random, --length, --inputs or --schedule, which the suite sets")
     if random and (length or dtype or mask):
-        raise ParameterError("--random: wanted no --length, --dtype or --mask beside it, since it draws them itself")
+        raise ParameterError("--random: wanted no --length, --dtype or --mask, which it draws")
     if (random or suite) and (window or softcap):
         raise ParameterError(
-            "--window, --softcap: wanted no --random, which draws them itself, or --suite, whose problems have neither"
+            "--window, --softcap: wanted no --random, which draws them, and no --suite, whose problems have neither"
         )
     if resume and not record:
-        raise ParameterError("--resume: wanted --record, whose file it goes on in, got none")
+        raise ParameterError("--resume: wanted --record, whose file it continues, got none")
     if on == "cpu" and record:
-        raise ParameterError("--record: wanted --on gpu or both: data/ holds what GPUs did, got --on cpu")
+        raise ParameterError("--record: wanted --on gpu or both, because data/ holds GPU results only, got --on cpu")
     if record and data == DATA:
-        require_checkout("its folder of records, or another one after --data")
+        require_checkout("its folder of records, or --data with another one")
     chosen = [] if source and not (stage_ids or dead_ends) else _chosen(stage_ids, dead_ends)
     if chosen and random and not (stage_ids or dead_ends):
         chosen += registry.DECODE
@@ -233,17 +236,16 @@ def check(
             results = module.check_stages(chosen, **common, record=record, emulate=on == "both", options=options)
     if results.rows and not resume:
         for name in sorted(set(stage_ids or ()) - {row.stage for row in results.rows}):
-            say(f"{name}: not checked: none of these problems is for it")
+            say(f"{name}: not checked: it supports none of these problems")
     _show_checks(results)
 
 
 MOST_REASONS = 8
-"""Why something is unsupported is said at most so many times."""
+"""Reasons for unsupported problems that are printed."""
 
 
 def _show_checks(results: CheckRun) -> None:
-    """How many comparisons of each stage passed, and which failed; an error where any did that should not, or all are
-    unsupported."""
+    """Print the counts per stage and each failure; raise if a check failed unexpectedly or all are unsupported."""
     fields = ("stage", "layout", "status", "reason", "verdict", "findings", "emulator")
     rows = [
         {name: getattr(row, name) for name in fields}
@@ -263,7 +265,7 @@ def _show_checks(results: CheckRun) -> None:
         say(f"recorded in {results.path}")
     for failed in results.failures:
         how = " ".join(filter(None, (failed.layout, failed.schedule)))
-        # A wrong output is the reason beside a finding, which says why it is wrong.
+        # The reason says that the output is wrong; a finding says why.
         first, *more = failed.findings or ("",)
         also = "" if first in failed.reason else f"; {first}{f', and {len(more)} more' if more else ''}"
         say(f"{failed.stage}, {failed.problem.label}, {how}: {failed.status}: {failed.reason}{also}")
@@ -271,16 +273,16 @@ def _show_checks(results: CheckRun) -> None:
     for (stage, reason), times in reasons.most_common(MOST_REASONS):
         say(f"{stage}: {times} unsupported: {reason}")
     if len(reasons) > MOST_REASONS:
-        say(f"and for {len(reasons) - MOST_REASONS} other reasons, which --json has")
+        say(f"further reasons, listed by --json: {len(reasons) - MOST_REASONS}")
     if rows and reasons.total() == len(rows):
-        raise UnsupportedError(f"nothing was compared: all {len(rows)} checks are unsupported")
+        raise UnsupportedError(f"nothing was checked: all {len(rows)} checks are unsupported")
     failures = [failed for failed in results.failures if not kept_wrong(failed.stage, failed.status)]
     if failures:
         raise CheckFailedError(f"{len(failures)} of {len(rows)} checks failed")
 
 
 def kept_wrong(name: str, status: str) -> bool:
-    """Whether a wrong answer is what that stage is kept for; with other tunables it has to be right."""
+    """Whether a stage is a dead end kept because its output is wrong; a variant with other tunables must be correct."""
     from flashlab.kernels import registry
 
     dead_end = registry.DEAD_ENDS.get(name)
@@ -288,7 +290,7 @@ def kept_wrong(name: str, status: str) -> bool:
 
 
 def _length(text: str) -> tuple[int, int]:
-    """Query and key length from `SQxSK`."""
+    """Parse `SQxSK` into query and key length."""
     parts = text.lower().split("x")
     if len(parts) != 2 or not all(part.isdecimal() and int(part) for part in parts):
         raise ParameterError(f"length: wanted SQxSK, two positive integers such as 113x203, got {text!r}")
@@ -306,9 +308,9 @@ def explain(
     arch: opt.Arch = None,
     data: opt.Tables = DATA,
 ) -> None:
-    """Say which stage and tunables `flashlab.attention` takes for a problem, why, and how long it may take.
+    """Show which stage and tunables `flashlab.attention` selects for a problem, why, and the predicted time.
 
-    For this machine's GPU, or one under data/; --arch is that of a --gpu that has no table and is not here.
+    For this machine's GPU or one under data/; --arch is needed for a --gpu that has no table and is not installed here.
     """
     from flashlab.run import explain as module
 

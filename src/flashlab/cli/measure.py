@@ -1,4 +1,4 @@
-"""Commands that measure on the GPU, and append what they measured to data/<gpu>/."""
+"""Commands that measure on the GPU and append their records to data/<gpu>/."""
 
 from __future__ import annotations
 
@@ -30,30 +30,28 @@ if TYPE_CHECKING:
 
 def bench(
     *,
-    suite: Annotated[str | None, typer.Option(help=f"One of {', '.join(SUITES)}; first if not given.")] = None,
+    suite: Annotated[str | None, typer.Option(help=f"Problem set: {', '.join(SUITES)}; default: first.")] = None,
     shape: opt.Shapes = None,
     dtype: opt.OneDType = None,
     mask: opt.OneMask = None,
     window: opt.TheWindow = None,
     softcap: opt.TheSoftcap = 0.0,
     head_dim: opt.HeadDims = None,
-    length: Annotated[list[int] | None, typer.Option(help="Only this sequence length; may be repeated.")] = None,
+    length: Annotated[list[int] | None, typer.Option(help="Only problems of this query length; repeatable.")] = None,
     inputs: opt.Inputs = None,
     stages: opt.Stages = None,
     dead_ends: opt.DeadEnds = False,
     peers: opt.Peers = None,
     source: opt.Source = None,
-    ceilings: Annotated[bool, typer.Option(help="Measure the GPU's own limits too.")] = True,
+    ceilings: Annotated[bool, typer.Option(help="Also measure the GPU's attainable throughput and bandwidth.")] = True,
     samples: opt.Samples = None,
     cold: Annotated[int | None, typer.Option(help="Samples with a cold L2.", min=0)] = None,
     step: Annotated[int | None, typer.Option(help="Samples in a CUDA graph, behind another kernel.", min=0)] = None,
-    sustained: Annotated[
-        float | None, typer.Option(help="Seconds of continuous calls at every problem.", min=0)
-    ] = None,
+    sustained: Annotated[float | None, typer.Option(help="Seconds of continuous calls per problem.", min=0)] = None,
     sustained_on: Annotated[
-        str | None, typer.Option(metavar="NAME[,NAME]...", help="Call these alone for seconds.")
+        str | None, typer.Option(metavar="NAME[,NAME]...", help="Sustained timing of these names only.")
     ] = None,
-    lse: Annotated[bool | None, typer.Option("--lse/--no-lse", help="Time the log-sum-exp too.")] = None,
+    lse: Annotated[bool | None, typer.Option("--lse/--no-lse", help="Also time with the log-sum-exp output.")] = None,
     resume: opt.Resume = False,
     dry_run: opt.DryRun = False,
     device: opt.Device = 0,
@@ -61,16 +59,16 @@ def bench(
 ) -> None:
     """Check and time stages and libraries on the GPU, interleaved, and append a run to data/<gpu>/runs/.
 
-    What is not given is the suite's to say: `peers` and `inputs` time the log-sum-exp too, `inputs` has all kinds, and
-    `smoke`, `first` and `standard` are sustained at the first shape alone; `decode` and `fp8` have the stages for it
-    and their parents in place of the ladder, and problems with a window or a soft cap those that take them. --shape
-    takes the place of a suite.
+    Defaults depend on the suite: `peers` and `inputs` also time the log-sum-exp; `inputs` covers every input kind;
+    `smoke`, `first` and `standard` time sustained load at the first shape only; `decode` and `fp8` measure their own
+    stages and the parents of these instead of the ladder. Problems with a window or soft cap run on the stages that
+    support them. --shape replaces the suite.
     """
     from flashlab.measure import bench as module
     from flashlab.record import store
 
     if shape and suite:
-        raise ParameterError(f"--shape: wanted no --suite beside it, whose place it takes, got --suite {suite}")
+        raise ParameterError(f"--shape: wanted no --suite, which it replaces, got --suite {suite}")
     suite = "" if shape else suite or "first"
     at = [Problem.parse(text, dtype=of, mask=under) for text in shape or () for of in DTYPES for under in MASKS]
     suited = matching(at or suite_of(suite), dtype=dtype, mask=mask)
@@ -81,7 +79,7 @@ def bench(
     if not problems:
         dims, lengths = ({getattr(problem, name) for problem in suited} for name in ("head_dim", "q_len"))
         raise ParameterError(
-            f"wanted problems of that kind in {' '.join(shape) if shape else f'suite {suite}'}, found none. It has "
+            f"wanted matching problems in {' '.join(shape) if shape else f'suite {suite}'}, found none. It has "
             f"head dims {', '.join(map(str, sorted(dims)))} and lengths {', '.join(map(str, sorted(lengths)))}"
         )
     named = _stages(opt.stages_in(stages), suite, problems, dead_ends)
@@ -103,15 +101,13 @@ def bench(
     what |= {"plan": planned, "ceilings": ceilings}
     names = planned.sustained_names or ()
     if names and not any(planned.sustains(problem, name) for problem in problems for name in names):
-        raise ParameterError(
-            "--sustained-on: wanted --sustained SECONDS beside it: none of these problems is sustained"
-        )
+        raise ParameterError("--sustained-on: wanted --sustained SECONDS too: none of these problems is sustained")
     if dry_run:
         known = [row for name in store.gpus() for row in store.measurements(name)]
         estimates, total_s = module.estimate(problems, **what, known=known)
         columns = {"problem": "problem.label", **{name: name for name in ("implementations", "sustained", "seconds")}}
         answer(estimates, columns, document={"seconds": total_s, "problems": estimates})
-        say(f"about {total_s / 60:.1f} minutes with the start; nothing was measured")
+        say(f"about {total_s / 60:.1f} minutes including start-up; nothing was measured")
         return
     with following("measuring") as follow:
         options = module.Options(data=data, device=device, progress=follow, note=say, resume=resume)
@@ -123,7 +119,7 @@ def bench(
 
 
 def _stages(named: list[str] | None, suite: str, problems: Sequence[Problem], dead_ends: bool) -> list[str] | None:
-    """The stages of a run: those named, else those that the suite or the problems are for; None: the ladder."""
+    """The stages of a run: those named, else those of the suite or for the problems; None for the ladder."""
     from flashlab.kernels import registry
 
     places = {"decode": registry.DECODE, "fp8": registry.FP8}
@@ -138,7 +134,7 @@ def _stages(named: list[str] | None, suite: str, problems: Sequence[Problem], de
 
 
 def _show_run(path: Path) -> None:
-    """The rows of a run; an error where one has no time and might have one."""
+    """Print the rows of a run; raise if one failed that should have a time."""
     from flashlab.query.rows import headline
     from flashlab.record import schema, store
 
@@ -158,16 +154,14 @@ def tune(
     stage: Annotated[str | None, opt.BARE_STAGE] = None,
     *,
     plan: Annotated[
-        Path | None, typer.Option(help="JSON, such as scripts/tuning.json: stages and variants, for no STAGE.")
+        Path | None, typer.Option(help="JSON file of stages and variants, e.g. scripts/tuning.json, in place of STAGE.")
     ] = None,
     head_dim: opt.HeadDims = None,
     mask: opt.OneMask = None,
-    dtype: Annotated[DType | None, typer.Option(help="Element type; float16 if not given.")] = None,
-    param: Annotated[list[str] | None, typer.Option(help="NAME=a,b,c: values to try; all of all if not given.")] = None,
+    dtype: Annotated[DType | None, typer.Option(help="Data type of Q, K and V; default: float16.")] = None,
+    param: Annotated[list[str] | None, typer.Option(help="NAME=a,b,c: values to try; default: all tunables.")] = None,
     each: Annotated[bool, typer.Option("--each", help="Vary one tunable at a time, not all combinations.")] = False,
-    limit: Annotated[
-        int | None, typer.Option(help="Refuse more combinations than these; 256 if not given.", min=1)
-    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Maximum number of combinations; default: 256.", min=1)] = None,
     shape: opt.Shapes = None,
     inputs: opt.TheInputs = NORMAL,
     resume: opt.Resume = False,
@@ -175,7 +169,7 @@ def tune(
     device: opt.Device = 0,
     data: opt.Data = DATA,
 ) -> None:
-    """Try a stage's tunables on the GPU, and append every variant, losers too, to data/<gpu>/tuning/."""
+    """Time variants of a stage's tunables on the GPU and append all of them to data/<gpu>/tuning/."""
     from flashlab.kernels import registry
     from flashlab.measure import tune as module
     from flashlab.measure.options import Options
@@ -184,13 +178,15 @@ def tune(
     if (stage is None) == (plan is None):
         raise ParameterError("wanted a STAGE or --plan, got " + ("neither" if stage is None else "both"))
     if each and limit:
-        raise ParameterError("--limit: wanted no --each, which varies one tunable at a time and combines none")
+        raise ParameterError("--limit: wanted no --each, which varies one tunable at a time")
     if resume and plan is None:
-        raise ParameterError("--resume: wanted --plan, whose problems stand alone, got the rounds of one STAGE")
+        raise ParameterError(
+            "--resume: wanted --plan, whose problems are independent, got one STAGE, which is tuned in rounds"
+        )
     here = {"--dtype": dtype, "--param": param, "--each": each, "--shape": shape, "--limit": limit}
     here |= {"--inputs": inputs != NORMAL}
     if plan is not None and (given := [name for name, value in here.items() if value]):
-        raise ParameterError(f"--plan: wanted no {', '.join(given)}: an entry of the file says what it tries and where")
+        raise ParameterError(f"--plan: wanted no {', '.join(given)}, which the entries of the file set")
     options = Options(data=data, device=device, note=say, resume=resume)
     if plan is not None:
         _tune_plan(plan, options, dry_run=dry_run, head_dim=head_dim, mask=mask)
@@ -223,7 +219,7 @@ def tune(
 
 
 def _tune_plan(plan: Path, options: Options, *, dry_run: bool, **wanted: Any) -> None:
-    """Tune what a plan's entries say, of the head dims and the mask that are wanted."""
+    """Tune the entries of a plan that match the head dims and mask given."""
     from flashlab.measure import tune as module
 
     known = module.read_plan(plan)
@@ -231,7 +227,7 @@ def _tune_plan(plan: Path, options: Options, *, dry_run: bool, **wanted: Any) ->
     if not tasks:
         dims = ", ".join(map(str, sorted({task.key.problem.head_dim for task in known}))) or "none"
         raise ParameterError(
-            f"--plan: wanted entries of that head dim and mask, found none. {plan} has head dims {dims}"
+            f"--plan: wanted entries with that head dim and mask, found none. {plan} has head dims {dims}"
         )
     if dry_run:
         columns = ("stage", "problem", "variants", "beside")
@@ -239,14 +235,14 @@ def _tune_plan(plan: Path, options: Options, *, dry_run: bool, **wanted: Any) ->
             (planned.key.stage, planned.key.problem.label, len(planned.variants), planned.peers) for planned in tasks
         )
         answer([dict(zip(columns, row, strict=True)) for row in cells], columns)
-        say(f"about {module.estimate_s(tasks):.0f} s with the start; nothing was measured")
+        say(f"about {module.estimate_s(tasks):.0f} s including start-up; nothing was measured")
         return
     with following("tuning") as follow:
         _show_tuned([[result] for result in module.tune_all(tasks, options=replace(options, progress=follow))])
 
 
 def _show_tuned(tunings: Sequence[Sequence[Task]]) -> None:
-    """What the last round of each tuning, of a task a problem, gave."""
+    """Print the last round of each tuning, which has one task per problem."""
     from flashlab.record import schema, store
     from flashlab.show import tuning as module
 
@@ -272,10 +268,10 @@ def _show_tuned(tunings: Sequence[Sequence[Task]]) -> None:
 
 
 def tuned(*, gpu: opt.Gpu = None, data: opt.Data = DATA) -> None:
-    """Write data/<gpu>/tuned.json, from which `flashlab.attention` chooses stage and tunables, from the records.
+    """Write data/<gpu>/tuned.json, the table from which `flashlab.attention` selects stage and tunables.
 
-    Shows what is chosen for every problem that torch's SDPA was timed on, and where that is slower. For the GPU at
-    hand, else the only one with tuning records.
+    Shows the selection for every problem on which torch's SDPA was timed, and where it is slower than SDPA. For this
+    machine's GPU, else the only one with tuning records.
     """
     from flashlab.measure import tuned as module
     from flashlab.record import store
@@ -317,12 +313,12 @@ def profile(
     dtype: opt.TheDType = "float16",
     mask: opt.TheMask = "full",
     inputs: opt.TheInputs = NORMAL,
-    lines: Annotated[int, typer.Option(help="Source lines to print of each stage; 0 for none.", min=0)] = 3,
+    lines: Annotated[int, typer.Option(help="Hottest source lines to print per stage; 0 for none.", min=0)] = 3,
     resume: opt.Resume = False,
     device: opt.Device = 0,
     data: opt.Data = DATA,
 ) -> None:
-    """Profile stages with Nsight Compute, and append what units and warps did to data/<gpu>/profiles/."""
+    """Profile stages with Nsight Compute and append utilisation and warp stalls to data/<gpu>/profiles/."""
     from flashlab.measure import profile as module
 
     problem = Problem.parse(shape or FIRST_SHAPE, dtype=dtype, mask=mask, inputs=drawn(inputs))
@@ -359,12 +355,12 @@ def profile(
 def train(
     *,
     head_dim: opt.HeadDims = None,
-    steps: Annotated[int | None, typer.Option(help="In place of the model's own number of them.", min=1)] = None,
+    steps: Annotated[int | None, typer.Option(help="Training steps; default: the model's own number.", min=1)] = None,
     device: opt.Device = 0,
 ) -> None:
-    """Train the language models whose Q, K and V are the inputs `trained`, on the GPU, and keep them in the cache.
+    """Train the language models that provide the `trained` inputs, on the GPU, and store them in the cache.
 
-    About a minute each on an H200. Each takes the place of the one that was there.
+    Takes about a minute per model on an H200. Replaces models already in the cache.
     """
     from flashlab.measure import trained as module
 
@@ -377,14 +373,14 @@ def train(
             for config in configs
         ]
     columns = ("head_dim", "digest", "loss", "held_out_loss", "steps", "seconds")
-    answer(models, columns, title="losses in nats a byte")
+    answer(models, columns, title="losses in nats per byte")
     if not as_json():
         layers = [
             {"head_dim": model["head_dim"], "layer": index, **layer}
             for model in models
             for index, layer in enumerate(model["layers"])
         ]
-        answer(layers, tuple(layers[0]), title="scores as causal attention sees them")
+        answer(layers, tuple(layers[0]), title="statistics of causal scores")
 
 
 COMMANDS = {"bench": bench, "tune": tune, "tuned": tuned, "profile": profile, "train": train}

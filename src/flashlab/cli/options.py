@@ -1,4 +1,4 @@
-"""The options that several commands share: one name, one type and one way to read each."""
+"""Options shared by several commands: the name, type, help text and parser of each."""
 
 from __future__ import annotations
 
@@ -14,40 +14,43 @@ from flashlab.core.inputs import ALL, KINDS
 from flashlab.core.paths import DATA, require_checkout, slug
 from flashlab.core.problem import UNLIMITED, DType, Mask
 
-SHAPE_HELP = "BxHxSxD or BxHxHkvxSqxSkxD, such as 16x16x2048x64"
-KINDS_HELP = f"What Q, K and V hold: {', '.join(KINDS)}"
+SHAPE_HELP = "BxHxSxD or BxHxHkvxSqxSkxD, e.g. 16x16x2048x64"
+KINDS_HELP = f"Input distribution of Q, K and V: {', '.join(KINDS)}"
+SOFTCAP_HELP = "Soft cap on scores, softcap·tanh(score/softcap); 0 disables it."
 _COMMA = re.compile(r",(?![^\[]*\])")
 
 
 def names_in(text: str | None) -> list[str] | None:
-    """Names joined by commas, those in brackets left alone; None where none are given, empty for `none`.
+    """Split a comma-separated list of names, ignoring commas inside brackets; None for None, empty for `none`.
 
     Raises:
-        ParameterError: nothing but commas, as an unset variable of a shell leaves it.
+        ParameterError: the list has no name, as when a shell variable is unset.
     """
     if text is None:
         return None
     names = [name.strip() for name in _COMMA.split(text) if name.strip()]
     if not names:
-        raise ParameterError(f"wanted names joined by commas, or none, got {text!r}; all without the option")
+        raise ParameterError(f"wanted comma-separated names, or none, got {text!r}; omit the option for all")
     return [name for name in names if name != "none"]
 
 
 def stages_in(text: str | None) -> list[str] | None:
-    """As `names_in`, of stages: a unique prefix becomes the full id.
+    """Split a list of stages as `names_in` does, expanding each unique prefix to the full id.
 
     Raises:
-        UnknownStageError, ParameterError: no stage begins so, or several do; nothing but commas.
+        UnknownStageError: a prefix matches no stage, or several.
+        ParameterError: the list has no name.
     """
     stage_ids: list[str] | None = _resolve(names_in(text))
     return stage_ids
 
 
 def stages_or_libraries_in(text: str | None) -> list[str] | None:
-    """As `names_in`: a unique prefix of a stage's id becomes that id, and names that begin no id stay.
+    """Split a list as `names_in` does, expanding prefixes of stage ids and keeping all other names.
 
     Raises:
-        UnknownStageError, ParameterError: several stages begin so; nothing but commas.
+        UnknownStageError: a prefix matches several stages.
+        ParameterError: the list has no name.
     """
     from flashlab.kernels.registry import OFF_LADDER, STAGES
 
@@ -60,37 +63,37 @@ def stages_or_libraries_in(text: str | None) -> list[str] | None:
 
 
 def sources(texts: Sequence[str] | None) -> dict[str, Path]:
-    """Edited copies of stages, by the names of their rows.
+    """Parse STAGE=FILE options into files by row name, `STAGE@STEM`.
 
     Raises:
-        ParameterError: no STAGE=FILE, no such file, or two files of one name for a stage.
+        ParameterError: an option is not STAGE=FILE, its file does not exist, or two files of a stage share a stem.
         UnknownStageError: no such stage.
     """
     files: dict[str, Path] = {}
     for text in texts or ():
         stage_id, equals, file = text.partition("=")
         if not equals or not Path(file).is_file():
-            raise ParameterError(f"source: wanted STAGE=FILE with a file that exists, got {text!r}")
+            raise ParameterError(f"source: wanted STAGE=FILE with an existing file, got {text!r}")
         name, copy = f"{_resolve(stage_id)}@{Path(file).stem}", Path(file).resolve()
         if files.setdefault(name, copy) != copy:
-            raise ParameterError(f"source: wanted a stage's copies of different names, got {files[name]} and {copy}")
+            raise ParameterError(f"source: wanted copies with different file names, got {files[name]} and {copy}")
     return files
 
 
 def features(window: str | None, softcap: float) -> dict[str, Any]:
-    """Fields of a problem: LEFT alone leaves the keys after a query's own to the mask.
+    """The fields `window` and `softcap` of a problem; with LEFT alone, the right side is unlimited.
 
     Raises:
-        ParameterError: no window.
+        ParameterError: `window` is neither LEFT nor LEFT,RIGHT.
     """
     sides = [] if window is None else window.split(",")
     if len(sides) > 2 or not all(re.fullmatch(r"-?\d+", side) for side in sides):
-        raise ParameterError(f"window: wanted LEFT or LEFT,RIGHT in keys, got {window!r}")
+        raise ParameterError(f"window: wanted LEFT or LEFT,RIGHT, in keys, got {window!r}")
     return {"window": tuple([*map(int, sides), UNLIMITED, UNLIMITED][:2]), "softcap": softcap}
 
 
 def _complete(incomplete: str) -> list[str]:
-    """The stages that a shell offers for the beginning of an id, or of the last of several joined by commas."""
+    """Shell completions of a stage id, or of the last id in a comma-separated list."""
     from flashlab.kernels.registry import OFF_LADDER, STAGES
 
     before, comma, last = incomplete.rpartition(",")
@@ -98,7 +101,7 @@ def _complete(incomplete: str) -> list[str]:
 
 
 def _resolve(value: Any) -> Any:
-    """The full id of a stage, or of each of several; None where none is given."""
+    """Expand a stage prefix, or each of a list, to the full id; None stays None."""
     from flashlab.kernels.registry import resolve
 
     return list(map(resolve, value)) if isinstance(value, list | tuple) else value and resolve(value)
@@ -131,68 +134,62 @@ def _stage(help_text: str) -> Any:
     return typer.Argument(metavar="STAGE", callback=_resolve, autocompletion=_complete, help=help_text)
 
 
-STAGE = _stage("A stage's id or a unique prefix of it; ID[NAME=VALUE] with values of its tunables.")
-BARE_STAGE = _stage("A stage's id or a unique prefix of it.")
-StageIds = Annotated[list[str] | None, _stage("Stage ids, or unique prefixes of them; all where none is given.")]
+STAGE = _stage("Stage id or unique prefix; ID[NAME=VALUE,...] sets tunables.")
+BARE_STAGE = _stage("Stage id or unique prefix.")
+StageIds = Annotated[list[str] | None, _stage("Stage ids or unique prefixes; default: all.")]
 Stages = Annotated[
     str | None,
     typer.Option(
         metavar="STAGE[,STAGE]...",
         autocompletion=_complete,
-        help="Stage ids, or ID[NAME=VALUE], or none; the ladder if not given.",
+        help="Stage ids, ID[NAME=VALUE,...], or none; default: the ladder.",
     ),
 ]
-DeadEnds = Annotated[
-    bool, typer.Option("--dead-ends", help="The dead ends too; without named stages, in place of the ladder.")
-]
-Peers = Annotated[str | None, typer.Option(metavar="NAME[,NAME]...", help="Libraries, or none; all if not given.")]
+DeadEnds = Annotated[bool, typer.Option("--dead-ends", help="Include the dead ends; without named stages, only these.")]
+Peers = Annotated[str | None, typer.Option(metavar="NAME[,NAME]...", help="Libraries, or none; default: all.")]
 Source = Annotated[
-    list[str] | None, typer.Option(metavar="STAGE=FILE", help="An edited copy of a stage's kernel; may be repeated.")
+    list[str] | None, typer.Option(metavar="STAGE=FILE", help="Edited copy of a stage's source; repeatable.")
 ]
 Shape = Annotated[str | None, typer.Option(help=f"{SHAPE_HELP}.")]
-Shapes = Annotated[list[str] | None, typer.Option(help=f"{SHAPE_HELP}; may be repeated.")]
-OneDType = Annotated[DType | None, typer.Option(help="Element type; all if not given.")]
-TheDType = Annotated[DType, typer.Option(help="Element type.")]
-OneMask = Annotated[Mask | None, typer.Option(help="Mask; both if not given.")]
-TheMask = Annotated[Mask, typer.Option(help="Mask.")]
+Shapes = Annotated[list[str] | None, typer.Option(help=f"{SHAPE_HELP}; repeatable.")]
+OneDType = Annotated[DType | None, typer.Option(help="Data type of Q, K and V; default: all.")]
+TheDType = Annotated[DType, typer.Option(help="Data type of Q, K and V.")]
+OneMask = Annotated[Mask | None, typer.Option(help="Mask, full meaning non-causal; default: both.")]
+TheMask = Annotated[Mask, typer.Option(help="Mask; full means non-causal.")]
 TheWindow = Annotated[
     str | None,
-    typer.Option("--window", metavar="LEFT[,RIGHT]", help="Keys to either side that a query sees; -1: all. Else none."),
+    typer.Option("--window", metavar="LEFT[,RIGHT]", help="Sliding window: keys visible to each side; -1: no limit."),
 ]
-TheSoftcap = Annotated[float, typer.Option("--softcap", help="What bounds scores; 0: nothing.", min=0)]
-HeadDims = Annotated[list[int] | None, typer.Option(help="Head dim; all if not given; may be repeated.")]
+TheSoftcap = Annotated[float, typer.Option("--softcap", help=SOFTCAP_HELP, min=0)]
+HeadDims = Annotated[list[int] | None, typer.Option(help="Head dim; default: all; repeatable.")]
 TheInputs = Annotated[str, typer.Option("--inputs", metavar="KIND", help=f"{KINDS_HELP}.")]
 Inputs = Annotated[str | None, typer.Option(metavar="KIND[,KIND]...", help=f"{KINDS_HELP}; or {ALL}.")]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Leave out what is on record here for the same machine code and libraries.")
+    bool, typer.Option("--resume", help="Skip measurements on record here for the same machine code and libraries.")
 ]
-Samples = Annotated[int | None, typer.Option(help="Samples of each to aim for; the plan's if not given.", min=2)]
+Samples = Annotated[int | None, typer.Option(help="Target samples per implementation; default: the plan's.", min=2)]
 Gpu = Annotated[
     str | None,
-    typer.Option(callback=_folder, metavar="GPU", help="Folder under data/, such as nvidia-h200, or product name."),
+    typer.Option(callback=_folder, metavar="GPU", help="Folder under data/, e.g. nvidia-h200, or product name."),
 ]
 TheGpu = Annotated[
     str,
-    typer.Option(callback=_folder, help="Folder under data/ to show, or product name; the one at hand if not given."),
+    typer.Option(callback=_folder, help="GPU to show: folder under data/ or product name; default: this machine's."),
 ]
 Gpus = Annotated[
     list[str] | None,
-    typer.Option(
-        "--gpu", callback=_folder, help="For cells that name no GPU; all that are there if not given. Repeatable."
-    ),
+    typer.Option("--gpu", callback=_folder, help="GPU for cells that name none; default: all available; repeatable."),
 ]
 GpuNames = Annotated[
     list[str] | None,
-    typer.Argument(
-        metavar="GPU", callback=_folder, help="Folders under data/, or product names; all where none is given."
-    ),
+    typer.Argument(metavar="GPU", callback=_folder, help="Folders under data/ or product names; default: all."),
 ]
-Arch = Annotated[str | None, typer.Option(callback=_known_arch, help="Architecture, such as sm_90a.")]
+Arch = Annotated[str | None, typer.Option(callback=_known_arch, help="Architecture, e.g. sm_90a.")]
 Archs = Annotated[
-    list[str] | None, typer.Option(callback=_known_arch, help="Architecture, such as sm_90a; may be repeated.")
+    list[str] | None, typer.Option(callback=_known_arch, help="Architecture, e.g. sm_90a; default: all; repeatable.")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would be measured, and measure nothing.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be measured without measuring.")]
 Device = Annotated[int, typer.Option(help="CUDA device index.", min=0)]
 Data = Annotated[Path, typer.Option(callback=_of_checkout, help="Folder of recorded data.", show_default=False)]
 Tables = Annotated[Path, typer.Option("--data", help="Folder of recorded data.", show_default=False)]
-"""As `Data`, of a command that wants no records: a wheel has the tables of choices."""
+"""`Data` for a command that needs no records: a wheel ships the tables of choices only."""

@@ -1,4 +1,4 @@
-"""How every command answers: rows as a table or as JSON on stdout, messages and progress on stderr."""
+"""Output of all commands: rows as a table or JSON on stdout, messages and progress on stderr."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from flashlab.core.errors import FlashlabError
 if TYPE_CHECKING:
     from flashlab.build.parallel import Follow
 
-Json = Annotated[bool, typer.Option("--json", help="JSON instead of a table.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 PIPED_WIDTH = 200
-"""Columns of a table that goes to a file or a pipe, where nothing says how wide it may be."""
+"""Width, in characters, of a table written to a file or pipe."""
 LAST_WIDTH = 30
-"""The last column of a table, which may be a sentence, is folded down to this; the others are not."""
+"""Minimum width, in characters, to which the last column may be folded; other columns are not folded."""
 
 Columns = Sequence[str] | Mapping[str, str | Callable[[Any], object]]
-"""Names of fields, which are the headings too; or by heading a field, `a.b` for one inside another, or what makes the
-cell from the row."""
+"""Field names, which serve as headings, or a mapping from heading to a field (`a.b` for a nested one) or to a function
+of the row."""
 
 
 _as_json = ContextVar("as_json", default=False)
 
 
 def as_json() -> bool:
-    """Whether the command was asked for JSON."""
+    """Whether the command was given --json."""
     return _as_json.get()
 
 
 def with_json(command: Callable[..., None]) -> Callable[..., None]:
-    """A command with the option `--json`: what it answers is then JSON."""
+    """Add the option `--json` to a command, which makes `answer` print JSON."""
 
     @wraps(command)
     def run(*arguments: Any, as_json: bool, **options: Any) -> None:
@@ -60,13 +60,13 @@ def with_json(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def answer(rows: Sequence[Any], columns: Any = (), *, title: str | None = None, document: Any = None) -> None:
-    """Write rows to stdout: all their fields as JSON where that is asked for, or some of them as a table.
+    """Print rows to stdout: all fields as JSON with --json, else selected columns as a table.
 
     Args:
         rows: mappings, dataclasses or pydantic models.
-        columns: of the table, `Columns`.
-        title: above the table.
-        document: what JSON holds in place of the rows, where they are only a part of it.
+        columns: columns of the table, as `Columns`.
+        title: title of the table.
+        document: JSON document to print in place of the rows.
     """
     if as_json():
         document = rows if document is None else document
@@ -91,19 +91,19 @@ def answer(rows: Sequence[Any], columns: Any = (), *, title: str | None = None, 
 
 
 def answer_nothing() -> None:
-    """Where there was nothing to do, which a message says: JSON without rows, and no table."""
+    """Print an empty JSON list with --json and nothing otherwise, for a command that had nothing to do."""
     if as_json():
         answer(())
 
 
 def _blocks(console: Console, headings: Sequence[str], cells: Sequence[Sequence[str]], title: str | None) -> None:
-    """Each row in lines of its own, for a terminal where a table's columns would cut words into pieces."""
+    """Print each row as a paragraph, for a terminal too narrow for the table."""
     how: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
     width = max(1, console.width - 2)
     if title:
         console.print(title, style="italic", **how)
     for name, *row in cells:
-        # A space that does not break holds a heading and the first word behind it together.
+        # A no-break space keeps a heading and the first word of its value on one line.
         pairs = [f"{key}\N{NO-BREAK SPACE}{text}" for key, text in zip(headings[1:], row, strict=True) if text != "–"]
         lines = textwrap.wrap("; ".join(pairs), width, break_long_words=False, break_on_hyphens=False)
         console.print(name, style="bold", **how)
@@ -111,7 +111,7 @@ def _blocks(console: Console, headings: Sequence[str], cells: Sequence[Sequence[
 
 
 def _plain(value: Any) -> object:
-    """What JSON can hold of a row; anything else as text."""
+    """Convert a row to JSON types; other values become text."""
     if is_dataclass(value):
         return {field.name: getattr(value, field.name) for field in fields(value)}
     return value.model_dump(mode="json") if hasattr(value, "model_dump") else str(value)
@@ -126,7 +126,7 @@ def _value(row: Any, column: str | Callable[[Any], object]) -> object:
 
 
 def _text(value: object) -> str:
-    """A cell; mappings as NAME=VALUE, sequences joined by spaces."""
+    """Format a cell: mappings as NAME=VALUE, sequences joined by spaces."""
     if value is None or value == "":
         return "–"
     if isinstance(value, bool):
@@ -145,22 +145,22 @@ def _is_number(text: str) -> bool:
 
 
 def say(line: str, *, style: str = "") -> None:
-    """A message for people, on stderr; the style at a terminal alone."""
+    """Print a message to stderr, styled if it is a terminal."""
     Console(stderr=True).print(
         line, markup=False, highlight=False, soft_wrap=True, style=style if sys.stderr.isatty() else ""
     )
 
 
 def complain(error: FlashlabError) -> None:
-    """What went wrong, in one message on stderr."""
+    """Print an error to stderr."""
     say(f"flashlab: {error}", style="red")
 
 
 @contextmanager
 def following(what: str, *, lines: bool = True) -> Iterator[Follow]:
-    """Shows how far something is: a bar at a terminal, else a line a step, or none without `lines`.
+    """Show progress: a bar on a terminal, else one line per step if `lines`.
 
-    `what` stands there before the first step.
+    `what` is the description before the first step.
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -178,7 +178,7 @@ def following(what: str, *, lines: bool = True) -> Iterator[Follow]:
 
 @contextmanager
 def live(every_s: float = 30.0) -> Iterator[Callable[[str], None]]:
-    """Shows how far something is in one line, written over at a terminal; elsewhere a line now and then."""
+    """Show progress in one line: overwritten on a terminal, else printed at most every `every_s` seconds."""
     if sys.stderr.isatty():
         with Console(stderr=True).status("") as status:
             yield lambda text: status.update(escape(text))

@@ -1,4 +1,4 @@
-"""Commands that read the records: what was measured, and whether the files are sound. They import no compiler."""
+"""Commands that read, verify, merge and compare records. They import no compiler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flashlab.record.schema import Measurement
 
 NEAREST = 5
-"""So many recorded problems are named where none is what was asked for."""
+"""Recorded problems listed as the nearest ones if none matches."""
 RUN_COLUMNS = {
     "name": lambda row: row["name"] + (", log-sum-exp on" if row["kind"] == "stage" and row["lse"] else ""),
     **{name: name for name in ("kind", "shape", "dtype", "mask", "features", "inputs")},
@@ -29,7 +29,7 @@ RUN_COLUMNS = {
     **{name: name for name in ("samples", "call_clock_mhz", "cycles_per_score", "energy_j_per_call")},
     "status": lambda row: row["status"] + (f": {row['reason']}" if row["status"] != "ok" else ""),
 }
-"""The table of a run's rows."""
+"""Columns of the table of a run."""
 
 
 def results(
@@ -42,27 +42,27 @@ def results(
     softcap: opt.TheSoftcap = 0.0,
     inputs: opt.Inputs = NORMAL,
     regime: Annotated[
-        Regime | None, typer.Option(help="burst: short samples with gaps (if not given); sustained: power-limited.")
+        Regime | None, typer.Option(help="burst: short samples with gaps (default); sustained: power-limited.")
     ] = None,
     cache: Annotated[
         Cache | None,
         typer.Option(
-            help="hot: calls back to back (if not given); cold: L2 overwritten before each; rotating: back to back, "
-            "each on other keys and values; step: in a CUDA graph, each behind another kernel."
+            help="hot: calls back to back (default); cold: L2 overwritten before each; rotating: back to back, "
+            "each on other K and V; step: in a CUDA graph, each behind another kernel."
         ),
     ] = None,
     against_peers: Annotated[
         bool,
-        typer.Option("--against-peers", help="Our best stage against the best library, both of one run, instead."),
+        typer.Option("--against-peers", help="Compare the best stage with the best library of the same run instead."),
     ] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Check files of every kind, of every GPU if none is named.")
+        bool, typer.Option("--verify", help="Verify all record files; default: those of every GPU.")
     ] = False,
     data: opt.Data = DATA,
 ) -> None:
-    """Show what the report shows of a GPU: for every problem the newest session that covers most of the ladder.
+    """Show recorded times as the report does: per problem, the newest session that covers most of the ladder.
 
-    Where the ladder was not measured at what is asked for, what was: decoding, dead ends, windows and soft caps.
+    Problems on which the ladder was not measured show what was: decoding, dead ends, windows and soft caps.
     """
     from flashlab.query import select
     from flashlab.query.rows import headline
@@ -73,7 +73,7 @@ def results(
         narrower = {"shape": shape, "dtype": dtype, "mask": mask, "against-peers": against_peers, **others}
         narrower["inputs"] = inputs != NORMAL
         if given := " ".join(f"--{key}" for key, value in narrower.items() if value):
-            raise ParameterError(f"--verify: wanted no option beside it but --gpu, --data and --json, got {given}")
+            raise ParameterError(f"--verify: wanted no options other than --gpu, --data and --json, got {given}")
         folders = store.folders(data) if gpu is None else ()
         _verify(folders or (store.require_runs(gpu, data),), data)
         return
@@ -81,14 +81,14 @@ def results(
     kinds = kinds_in(inputs or NORMAL)
     if against_peers and (given := " ".join(f"--{key} {value}" for key, value in others.items() if value)):
         raise ParameterError(
-            f"--against-peers: wanted no --regime, --cache, --window or --softcap beside it, got {given}. It shows "
-            "bursts and sustained load side by side, with a hot L2; --shape, --dtype, --mask and --inputs go with it"
+            f"--against-peers: wanted no --regime, --cache, --window or --softcap, got {given}. It always shows both "
+            "burst and sustained times with a hot L2; --shape, --dtype, --mask and --inputs work"
         )
     conditions = {"shape": Problem.parse(shape).shape if shape else None, "dtype": dtype, "mask": mask}
 
     if damaged := store.verify(name, data):
         say("\n".join(f"damaged: {damage}" for damage in damaged))
-        say(f"Lines that are no record are left out; `flashlab repair {name}` mends what can be mended")
+        say(f"Invalid lines are skipped; `flashlab repair {name}` repairs what it can")
     if against_peers:
         _against_peers(name, data, conditions, kinds)
         return
@@ -104,16 +104,16 @@ def results(
             f"Recorded: {works or 'none'}"
         )
     title = f"{name}, newest run {max(row.run for row in rows)}, {select.STATES.get(state, ', '.join(state))}"
-    # Samples of a state may be of another run of the session than the row.
+    # Samples of a state may come from a different run of the session than the row.
     flat = [headline(row, *state) | {"run": select.origin(row, *state)[0]} for row in rows]
     answer(flat, RUN_COLUMNS, title=title)
 
 
 def _rows(gpu: str, data: Path, conditions: Mapping[str, Any], kinds: Sequence[str], what: str) -> list[Measurement]:
-    """The rows that the report shows of the problems that are wanted, else those off the ladder.
+    """The rows that the report shows for the matching problems, else those measured off the ladder.
 
     Raises:
-        NoDataError: none of `what`; the message names the nearest problems.
+        NoDataError: no problem matches; the message names `what` was asked for and the nearest problems.
     """
     from flashlab.query import select
 
@@ -138,7 +138,7 @@ def _rows(gpu: str, data: Path, conditions: Mapping[str, Any], kinds: Sequence[s
 
 
 def _apart(problem: Problem, conditions: Mapping[str, Any], kinds: Sequence[str]) -> float:
-    """How far a recorded problem is from what is asked for: factors of two in sizes, and one for all else."""
+    """Distance of a recorded problem from the conditions: sum of |log2| of size ratios, plus 1 per other mismatch."""
     asked = {key: value for key, value in conditions.items() if key != "shape" and value is not None}
     of = Problem.parse(conditions["shape"] or problem.shape)
     far: float = sum(abs(math.log2(getattr(problem, name) / getattr(of, name))) for name in SIZES)
@@ -147,12 +147,14 @@ def _apart(problem: Problem, conditions: Mapping[str, Any], kinds: Sequence[str]
 
 
 def _against_peers(gpu: str, data: Path, conditions: Mapping[str, Any], kinds: Sequence[str]) -> None:
-    """Our best stage against the best library, a row a problem."""
+    """Print the best stage and the best library, one row per problem."""
     from flashlab.query import contests
 
     pairs = [pair for pair in contests.against_peers(gpu, data, kinds) if matching([pair.problem], **conditions)]
     if not pairs:
-        raise NoDataError(f"wanted such problems on {', '.join(kinds)} inputs among the records of {gpu}, found none")
+        raise NoDataError(
+            f"wanted matching problems on {', '.join(kinds)} inputs among the records of {gpu}, found none"
+        )
     flat = [pair.flat() for pair in pairs]
     of_best = ("stage_median_us", "stage_percent_of_peak", "best_peer", "peer_median_us", "peer_percent_of_peak")
     answer(
@@ -167,14 +169,18 @@ def _against_peers(gpu: str, data: Path, conditions: Mapping[str, Any], kinds: S
             **{"to fa3 or cuDNN, sustained": "against_named.sustained.ratio", "worst layer": "worst_ratio"},
         },
         title=f"{gpu}, newest run {max(pair.run for pair in pairs)}: speed-up over the library (ratio of medians), on "
-        "normally distributed inputs of unit scale where a problem names no others"
-        + ("; †: without a library that takes it, which --json names" if any(row["not_timed"] for row in flat) else ""),
+        "normally distributed inputs of unit scale unless a problem names others"
+        + (
+            "; †: a library that supports it was not timed (--json names it)"
+            if any(row["not_timed"] for row in flat)
+            else ""
+        ),
         document=flat,
     )
 
 
 def _verify(gpus: Sequence[str], data: Path) -> None:
-    """What is wrong with the files of GPUs; an error where anything is."""
+    """Verify the record files of GPUs and report damage as an error."""
     from flashlab.record import store
 
     damage = [damaged for gpu in gpus for damaged in store.verify(gpu, data)]
@@ -189,15 +195,15 @@ def _verify(gpus: Sequence[str], data: Path) -> None:
 
 def collect(
     folders: Annotated[
-        list[Path], typer.Argument(metavar="DIR...", help="Data folders of other machines, or GPUs' folders in them.")
+        list[Path], typer.Argument(metavar="DIR...", help="Data folders of other machines, or GPU folders inside them.")
     ],
     *,
-    commit: Annotated[str, typer.Option(help="Only runs of this commit.")] = "",
+    commit: Annotated[str, typer.Option(help="Only take runs of this commit.")] = "",
     data: opt.Data = DATA,
 ) -> None:
-    """Take over what other machines recorded: whole and sound runs of one commit, each once; else none, and why.
+    """Import runs recorded on other machines, if all are complete, undamaged and of one commit; duplicates are skipped.
 
-    A GPU that is new here has its own page in the next report.
+    A new GPU gets its own page in the next report.
     """
     from flashlab.record import collect as module
 
@@ -212,19 +218,19 @@ def collect(
 
 
 def compare(
-    before: Annotated[str, typer.Argument(metavar="A", help="A GPU's folder, a driver, a commit or a run; or A+B.")],
-    after: Annotated[str, typer.Argument(metavar="B", help="The same, to hold against it.")],
+    before: Annotated[str, typer.Argument(metavar="A", help="Baseline: a GPU folder, driver, commit, run, or X+Y.")],
+    after: Annotated[str, typer.Argument(metavar="B", help="Candidate, in the same form.")],
     *,
-    every: Annotated[bool, typer.Option("--all", help="List what stayed the same, too.")] = False,
-    chart: Annotated[Path | None, typer.Option(help="Draw the ratios into this SVG file.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Also list times that did not change.")] = False,
+    chart: Annotated[Path | None, typer.Option(help="Write a chart of the ratios to this SVG file.")] = None,
     shape: opt.Shape = None,
     dtype: opt.OneDType = None,
     mask: opt.OneMask = None,
     data: opt.Data = DATA,
 ) -> None:
-    """Say which times changed between two runs, commits, drivers or GPUs, by more than starts of a machine differ.
+    """Show which times changed between runs, commits, drivers or GPUs by more than the noise between machine starts.
 
-    A ratio is how many times as fast B is, in bursts with a hot L2, with its 95 % interval.
+    A ratio is the speed-up of B over A, in bursts with a hot L2, with its 95 % interval.
     """
     from flashlab.query import compare as module
 
@@ -238,7 +244,7 @@ def compare(
             chart.write_text(charts.changes(comparison).svg["wide"], encoding="utf-8")
         except OSError as error:
             raise OutputError(
-                f"--chart: wanted a file that can be written, in a folder that is there, got {chart}: {error.strerror}"
+                f"--chart: wanted a writable file in an existing folder, got {chart}: {error.strerror}"
             ) from error
         say(f"drawn in {chart}")
     columns = {
@@ -248,7 +254,7 @@ def compare(
     }
     changed = [change for change in rows if every or change.verdict != "same"]
     percent = comparison.noise_percent
-    noise = "unknown, as no code is on record from two" if percent is None else f"{percent:.2f} %"
+    noise = "unknown, because no code was timed in two starts" if percent is None else f"{percent:.2f} %"
     document = {name: getattr(comparison, name) for name in ("sides", "differs", "noise_percent")}
     answer(
         changed,

@@ -1,4 +1,4 @@
-"""The commands that run notebooks: the report, and sweeps of cells over GPUs."""
+"""Commands that run notebooks: the report, and sweeps of cells over GPUs."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flashlab.core.errors import NoGpuError, ReportError
 from flashlab.core.paths import BUILD, DATA, require_checkout
 
 Plan = Sequence[Mapping[str, Any]]
-"""As `sweep.planned` makes it."""
+"""The result of `sweep.planned`."""
 Timeout = Annotated[
     float | None,
-    typer.Option(min=1, help="Seconds for each notebook; an hour when measuring, 15 minutes otherwise, if not given."),
+    typer.Option(min=1, help="Time limit per notebook, in seconds; default: 3600 when measuring, else 900."),
 ]
 COLUMNS = {
     "notebook": "notebook",
@@ -29,22 +29,22 @@ COLUMNS = {
 
 def report(
     *,
-    source: Annotated[str, typer.Option(help="auto, measure or replay; auto measures where there is a GPU.")] = "auto",
+    source: Annotated[str, typer.Option(help="auto, measure or replay; auto measures if there is a GPU.")] = "auto",
     gpu: opt.TheGpu = "",
     stages: opt.Stages = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Measure all that a report shows; a first look if not given.")
+        bool, typer.Option("--full", help="Measure everything that the report shows; default: a quick subset.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="Folder for notebooks and site.", show_default=False)] = BUILD,
+    out: Annotated[Path, typer.Option(help="Output folder for notebooks and site.", show_default=False)] = BUILD,
     timeout: Timeout = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what would be done and how long it may take, and do nothing.")
+        bool, typer.Option("--dry-run", help="Show what would be run and the estimated time without running it.")
     ] = False,
     data: opt.Data = DATA,
 ) -> None:
-    """Run every notebook and build the report site; with an NVIDIA GPU, measure it first.
+    """Run every notebook and build the report site; on a machine with an NVIDIA GPU, measure first.
 
-    The sets `quick` and `full` in notebooks/cells.toml say what is measured. Cut off, it goes on where it was.
+    The sets `quick` and `full` of notebooks/cells.toml list the measurements. An interrupted report resumes.
     """
     from flashlab.show import site
 
@@ -70,7 +70,7 @@ def report(
 
 
 def _needed(planned: Plan, gpus: int = 1) -> str:
-    """What is to be done and what it takes, in a line."""
+    """Summarise the remaining cells with estimated time and cost, in one line."""
     left = [cell for cell in planned if cell["state"] != "done"]
     done = [cell for cell in planned if cell["state"] == "done"]
     cost, spent = (sum(cell["cost"] or 0.0 for cell in some) for some in (left, done))
@@ -86,20 +86,20 @@ def _needed(planned: Plan, gpus: int = 1) -> str:
 def sweep(
     action: Annotated[
         Literal["plan", "run", "status", "resume"],
-        typer.Argument(help="plan and status list the cells; run and resume run what is not done."),
+        typer.Argument(help="plan and status list the cells; run and resume run the unfinished ones."),
     ],
     *,
-    file: Annotated[Path | None, typer.Option(help="TOML; notebooks/cells.toml if not given.")] = None,
-    cells: Annotated[str, typer.Option("--set", help="Which set of the file's cells.")] = "full",
+    file: Annotated[Path | None, typer.Option(help="TOML file of cells; default: notebooks/cells.toml.")] = None,
+    cells: Annotated[str, typer.Option("--set", help="Set of cells to run, as named in the file.")] = "full",
     gpu: opt.Gpus = None,
     ray: Annotated[
-        str, typer.Option(help="local: all of this machine's GPUs, by Ray; auto or HOST:PORT: a cluster of Ray's.")
+        str, typer.Option(help="Run through Ray. local: all GPUs of this machine; auto or HOST:PORT: a Ray cluster.")
     ] = "",
-    out: Annotated[Path, typer.Option(help="Folder of the cells' files.", show_default=False)] = BUILD / "sweep",
+    out: Annotated[Path, typer.Option(help="Output folder of the cells.", show_default=False)] = BUILD / "sweep",
     timeout: Timeout = None,
     data: opt.Data = DATA,
 ) -> None:
-    """Run notebooks on GPUs, cell by cell; what is done is not run again, and what was cut off goes on."""
+    """Run notebooks on GPUs, cell by cell, skipping finished cells and resuming interrupted ones."""
     from flashlab.record import store, upload
     from flashlab.show import sweep as module
 
@@ -113,7 +113,7 @@ def sweep(
         known = {*available, *store.folders(data)}
         if not chosen or not known.issuperset(gpu or ()):
             raise NoGpuError(
-                f"wanted a GPU, got {', '.join(gpu or ()) or 'none here'}. --gpu names one to plan for, of those here "
+                f"wanted a GPU, got {', '.join(gpu or ()) or 'none here'}. --gpu selects one to plan for, present "
                 f"or with records: {', '.join(sorted(known)) or 'none yet'}"
             )
         planned = module.planned(chosen, out, data)
@@ -134,7 +134,7 @@ def sweep(
     if lacking := [f"{cell.label}: {ended[cell.id].why}" for cell in chosen if ended[cell.id].state != "done"]:
         listed = "\n  ".join(lacking)
         raise ReportError(
-            f"{len(lacking)} of {len(chosen)} cells are not done; `flashlab sweep resume` goes on:\n  {listed}"
+            f"{len(lacking)} of {len(chosen)} cells are unfinished; `flashlab sweep resume` continues:\n  {listed}"
         )
 
 

@@ -1,4 +1,4 @@
-"""`flashlab ablate` and `flashlab split`: change, or leave out, one thing in a stage at a time."""
+"""`flashlab ablate` and `flashlab split`: ablations of a stage, and the time of its parts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 def ablate(
     axes: Annotated[
-        list[str] | None, typer.Argument(metavar="AXIS", help="Axes, or levers; all where none is given.")
+        list[str] | None, typer.Argument(metavar="AXIS", help="Axes, or experiments with --levers; default: all.")
     ] = None,
     *,
     of_source: Annotated[
-        bool, typer.Option("--levers", help="Patches of a stage's source (kernels/levers/) in place of axes.")
+        bool, typer.Option("--levers", help="Measure source patches (kernels/levers/) in place of axes.")
     ] = False,
     shape: opt.Shapes = None,
     dtype: opt.OneDType = None,
@@ -36,14 +36,14 @@ def ablate(
     inputs: opt.Inputs = None,
     samples: opt.Samples = None,
     resume: opt.Resume = False,
-    listed: Annotated[bool, typer.Option("--list", help="Say which there are, and measure nothing.")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="List them without measuring.")] = False,
     device: opt.Device = 0,
     data: opt.Data = DATA,
 ) -> None:
-    """Change one thing in a stage at a time, on the GPU, and append every level to data/<gpu>/ablations/.
+    """Run ablations, one change to a stage at a time, on the GPU, and append every level to data/<gpu>/ablations/.
 
-    An axis is measured on non-causal float16 and normal inputs, where nothing else is asked for. A lever names what it
-    is measured on; --shape, --dtype, --mask and --inputs put others in their place.
+    An axis is measured without a mask, in float16, on normal inputs by default. A patch names its own problems;
+    --shape, --dtype, --mask and --inputs override them.
     """
     from flashlab.experiments import ablation, levers
     from flashlab.experiments import effects as analysis
@@ -103,9 +103,9 @@ def split(
     device: opt.Device = 0,
     data: opt.Data = DATA,
 ) -> None:
-    """Leave out one part of a stage's work at a time, on the GPU, and append its times to data/<gpu>/parts/.
+    """Time stages with one part removed at a time, on the GPU, and append the times to data/<gpu>/parts/.
 
-    Q·K, the softmax, P·V, and the tiles of K and V. Without stages, all whose parts can be left out.
+    Parts are the QK GEMM, the softmax, the PV GEMM, and the K and V tile loads. Default: every stage that supports it.
     """
     from flashlab.experiments import ablation
     from flashlab.experiments.effects import shares
@@ -126,7 +126,7 @@ def split(
 
 
 def _show(effects: Sequence[Effect], path: Path | None) -> None:
-    """Levels or parts beside the first of their group; that there was nothing to measure, without a file of them."""
+    """Print levels or parts relative to the first of their group, or that nothing was measured if `path` is None."""
     if path is None:
         answer_nothing()
         say("All of it is on record; nothing was measured.")

@@ -13,11 +13,9 @@ from flashlab.core.paths import DATA
 
 
 def chip(
-    cases: Annotated[
-        list[str] | None, typer.Argument(metavar="CASE", help="Cases or groups; all where none is given.")
-    ] = None,
+    cases: Annotated[list[str] | None, typer.Argument(metavar="CASE", help="Cases or groups; default: all.")] = None,
     *,
-    launches: Annotated[int, typer.Option(help="Of each case, on one SM and again on all.", min=1)] = 5,
+    launches: Annotated[int, typer.Option(help="Launches per case, on one SM and again on all SMs.", min=1)] = 5,
     device: opt.Device = 0,
     data: opt.Data = DATA,
 ) -> None:
@@ -29,7 +27,7 @@ def chip(
     with following("measuring") as follow:
         options = Options(data=data, device=device, progress=follow)
         path = module.measure(cases or None, launches=launches, options=options)
-    assert path is not None, "None is for what was resumed"
+    assert path is not None, "only a resumed run has no path"
     readings, _ = store.read(path, schema.ChipReading)
     answer(
         [reading.model_dump(mode="json") for reading in readings],

@@ -1,4 +1,4 @@
-"""`flashlab claims`: what others claimed, judged by the records."""
+"""`flashlab claims`: published claims, judged by the records."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def claims(
     *,
     gpu: opt.Gpu = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="First measure, on this GPU, what judges the claims: a few minutes.")
+        bool, typer.Option("--measure", help="First measure what the claims need on this GPU: a few minutes.")
     ] = False,
     write: Annotated[bool, typer.Option("--write", help="Write the verdicts to data/<gpu>/verdicts.json.")] = False,
     compare: Annotated[
-        Path | None, typer.Option(help="A verdicts.json: list the claims whose verdict differs, and fail if any does.")
+        Path | None, typer.Option(help="Another verdicts.json: list verdicts that differ; fail if any does.")
     ] = None,
     device: opt.Device = 0,
     data: opt.Data = DATA,
 ) -> None:
-    """Judge the claims of data/claims.csv by a GPU's records: verdict, our number, its interval, record and reason."""
+    """Judge the claims of data/claims.csv by a GPU's records: verdict, measured value, interval, record and reason."""
     from flashlab.experiments import ledger, rules_log
     from flashlab.measure.options import Options
     from flashlab.record import store
@@ -36,7 +36,7 @@ def claims(
     if measure:
         here = devices.info(device).slug
         if gpu not in (None, "", here):
-            raise ParameterError(f"--gpu: wanted {here}, which --measure is for, or no --measure, got {gpu}")
+            raise ParameterError(f"--gpu: wanted {here}, the GPU that --measure uses, got {gpu}")
         with following("measuring") as follow:
             for path in ledger.measure(
                 options=Options(data=data, device=device, progress=follow, note=say, resume=True)
@@ -47,7 +47,7 @@ def claims(
     if write:
         say(f"written to {ledger.write(verdicts, name, data)}")
         log = rules_log.write() if data == DATA else None
-        say(f"rules' log written to {log}" if log else "rules' log left as it is: it needs a clone with all history")
+        say(f"rules' log written to {log}" if log else "rules' log unchanged: it needs a full clone")
     if compare is not None:
         differences = ledger.differences(verdicts, ledger.read_verdicts(compare))
         rows = [
@@ -59,7 +59,7 @@ def claims(
             answer(rows, columns | {"reason here": "here.reason", "reason there": "there.reason"})
         if differences:
             raise CheckFailedError(f"{len(differences)} of {len(verdicts)} verdicts differ from those in {compare}")
-        say(f"All {len(verdicts)} verdicts are those in {compare}")
+        say(f"All {len(verdicts)} verdicts match {compare}")
         return
     decisive = {verdict.id: ledger.shown(verdict.decisive) for verdict in verdicts if verdict.decisive}
     answer(
@@ -70,8 +70,8 @@ def claims(
             "ours": lambda row: decisive.get(row["id"]),
             **{"claimed": "claimed", "record": "record", "reason": "reason"},
         },
-        title=f"{len(verdicts)} claims, each judged by records of the GPU that it is about; those of {name} "
-        "stand where that has none",
+        title=f"{len(verdicts)} claims, each judged by records of the GPU that it is about, or "
+        f"by those of {name} if that has none",
     )
     if not as_json():
         counts = Counter(verdict.verdict for verdict in verdicts)

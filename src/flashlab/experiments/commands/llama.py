@@ -1,4 +1,4 @@
-"""`flashlab llama`: a whole model by each attention."""
+"""`flashlab llama`: a whole model with each attention implementation."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def llama(
     *,
     attention: Annotated[
         str | None,
-        typer.Option(metavar="NAME[,NAME]...", help="flashlab, sdpa, nothing, or libraries; all if not given."),
+        typer.Option(metavar="NAME[,NAME]...", help="flashlab, sdpa, nothing, or libraries; default: all."),
     ] = None,
-    batch: Annotated[list[int] | None, typer.Option(help="Sequences at once; may be repeated.", min=1)] = None,
-    prompt: Annotated[int | None, typer.Option(help="Tokens of the prompt.", min=1)] = None,
-    new: Annotated[int | None, typer.Option(help="Tokens decoded after it.", min=1)] = None,
-    repeats: Annotated[int | None, typer.Option(help="Of each.", min=1)] = None,
+    batch: Annotated[list[int] | None, typer.Option(help="Batch size; repeatable.", min=1)] = None,
+    prompt: Annotated[int | None, typer.Option(help="Prompt length, in tokens.", min=1)] = None,
+    new: Annotated[int | None, typer.Option(help="Number of tokens to decode.", min=1)] = None,
+    repeats: Annotated[int | None, typer.Option(help="Repeats per configuration.", min=1)] = None,
     device: opt.Device = 0,
     data: opt.Data = DATA,
 ) -> None:
-    """Run LLaMA-7B's geometry with random weights in transformers, prefill and decoding, with each attention.
+    """Time prefill and decoding of a LLaMA-7B with random weights in transformers, with each attention.
 
-    Tokens a second go to data/<gpu>/models/. Needs transformers, and a GPU with 32 GB.
+    Tokens per second go to data/<gpu>/models/. Needs transformers and a GPU with 32 GB.
     """
     from flashlab.experiments import llama as module
     from flashlab.record import schema, store

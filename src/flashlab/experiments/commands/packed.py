@@ -1,4 +1,4 @@
-"""`flashlab packed`: sequences of different lengths, packed or decoding over pages, beside libraries and padding."""
+"""`flashlab packed`: variable-length and paged attention compared with libraries and padding."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from flashlab.core.paths import DATA
 def packed(
     *,
     lengths: Annotated[
-        str | None, typer.Option(metavar="NAME[,NAME]...", help="equal, uniform, one_long, short; all if not given.")
+        str | None, typer.Option(metavar="NAME[,NAME]...", help="equal, uniform, one_long, short; default: all.")
     ] = None,
-    head_dim: Annotated[list[int] | None, typer.Option(help="May be repeated; 64 and 128 if not given.")] = None,
-    decode: Annotated[bool, typer.Option("--decode", help="One query row a sequence, over a cache in pages.")] = False,
+    head_dim: Annotated[list[int] | None, typer.Option(help="Head dim; default: 64 and 128; repeatable.")] = None,
+    decode: Annotated[bool, typer.Option("--decode", help="One query per sequence over a paged KV cache.")] = False,
     stages: Annotated[
         str | None,
         typer.Option(
-            metavar="STAGE[,STAGE]...", help="With --decode: ids, or ID[NAME=VALUE]; all that read pages if not given."
+            metavar="STAGE[,STAGE]...", help="With --decode: ids or ID[NAME=VALUE]; default: all that read pages."
         ),
     ] = None,
     batch: Annotated[
         list[int] | None,
-        typer.Option(min=1, max=65_535, help="Sequences, with --decode; may be repeated; 4, 16 and 64 if not given."),
+        typer.Option(min=1, max=65_535, help="With --decode: number of sequences; default: 4, 16 and 64; repeatable."),
     ] = None,
     dtype: opt.OneDType = None,
     mask: opt.OneMask = None,
     device: opt.Device = 0,
     data: opt.Data = DATA,
 ) -> None:
-    """Time sequences of different lengths, packed or decoding, beside the libraries that take them, and beside padding.
+    """Time variable-length attention, packed or decoding over a paged KV cache, against libraries and padding.
 
     Times go to data/<gpu>/packed/.
     """
@@ -49,7 +49,7 @@ def packed(
         ("--head-dim", head_dim, not decode),
     ):
         if value and not fits:
-            raise ParameterError(f"{name}: wanted {'no --decode' if decode else '--decode'} beside it")
+            raise ParameterError(f"{name}: wanted {'no --decode' if decode else '--decode too'}")
     given: dict[str, Any] = {"distributions": opt.names_in(lengths), "dtypes": [dtype] if dtype else None}
     given |= {
         "stages": opt.stages_in(stages),

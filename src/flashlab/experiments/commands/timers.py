@@ -1,4 +1,4 @@
-"""`flashlab method`: other timers beside ours."""
+"""`flashlab method`: our timer compared with CUPTI and NVBench."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ def method(
     stages: opt.Stages = None,
     peers: opt.Peers = None,
     shape: opt.Shapes = None,
-    samples: Annotated[int, typer.Option(help="Of each, by CUDA events.", min=4)] = 20,
-    rounds: Annotated[int, typer.Option(help="Of NVBench's measurements.", min=1)] = 4,
-    sustained: Annotated[float, typer.Option(help="Seconds of continuous calls, 0 for none.", min=0)] = 1.5,
-    seconds: Annotated[float, typer.Option(help="For all of it; what does not fit is left out.", min=1)] = 90,
+    samples: Annotated[int, typer.Option(help="Samples per implementation with CUDA events.", min=4)] = 20,
+    rounds: Annotated[int, typer.Option(help="Number of NVBench measurements.", min=1)] = 4,
+    sustained: Annotated[float, typer.Option(help="Seconds of continuous calls; 0 for none.", min=0)] = 1.5,
+    seconds: Annotated[
+        float, typer.Option(help="Total time limit, in seconds; what does not fit is skipped.", min=1)
+    ] = 90,
     device: opt.Device = 0,
     data: opt.Data = DATA,
 ) -> None:
-    """Read the same kernels with CUDA events, CUPTI and NVBench, hot and cold, on random numbers and zeros.
+    """Time the same kernels with CUDA events, CUPTI and NVBench, with a hot and a cold L2, on random data and zeros.
 
-    The readings go to data/<gpu>/readings/. The first shape is called for seconds too. A timer that is not installed is
-    named with what installs it.
+    The readings go to data/<gpu>/readings/. The first shape is also timed under sustained load. The command names each
+    timer that is not installed, and how to install it.
     """
     from flashlab.experiments import timer_tables, timers
     from flashlab.record import schema, store
