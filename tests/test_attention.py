@@ -319,7 +319,7 @@ def test_what_is_no_array_of_ours_is_refused_with_what_works(
 ) -> None:
     """Before anything asks for a GPU, and the same for every entry point."""
     if call is flashlab.emulate:
-        words = words.replace("a NumPy array, a torch or CuPy tensor", "NumPy arrays")
+        words = words.replace("a NumPy array, a torch or CuPy tensor", "a NumPy array")
     with pytest.raises(error, match=words):
         call(value, value, value)
 
@@ -402,14 +402,22 @@ def test_unsound_arrays_are_refused(arrays: Any, error: type[Exception], words: 
         ({"scale": float("inf")}, errors.ParameterError, "finite"),
         ({"scale": "1"}, errors.ParameterError, "finite"),
         ({"scale": True}, errors.ParameterError, "finite"),
-        ({"scale": 1e39}, errors.ParameterError, r"scale: wanted a finite number of at most 2.36e\+38 .* got 1e\+39"),
+        (
+            {"scale": 1e39},
+            errors.ParameterError,
+            r"scale: wanted a number of magnitude at most 2.36e\+38, .* got 1e\+39",
+        ),
         ({"scale": -3e38}, errors.ParameterError, "finite"),
         ({"scale": 10**400}, errors.ParameterError, "finite"),
         ({"softcap": 3e38}, errors.ParameterError, "softcap: wanted a positive finite number"),
         ({"softcap": 10**400}, errors.ParameterError, "softcap: wanted a positive finite number"),
         ({"softcap": -1.0}, errors.ParameterError, "softcap: wanted a positive finite number"),
         ({"softcap": None}, errors.ParameterError, "softcap: wanted a positive finite number"),
-        ({"softcap": 1e-39, "scale": 1.0}, errors.ParameterError, "softcap: wanted one by which the scale, 1, can be"),
+        (
+            {"softcap": 1e-39, "scale": 1.0},
+            errors.ParameterError,
+            "softcap: wanted scale / softcap to fit float32 for scale 1,",
+        ),
         ({"causal": 1}, errors.ParameterError, "True or False"),
         ({"stage": 5}, errors.UnknownStageError, "stage: wanted a stage's id as text, such as '.*', got 5"),
         ({"stage": ["05_wmma"]}, errors.UnknownStageError, "stage: wanted a stage's id as text"),
@@ -458,7 +466,11 @@ def test_every_call_wants_flags_to_be_true_or_false(flag: str, value: Any) -> No
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        ({"params": [("TILE_KV", 64)]}, errors.ParameterError, r"params: wanted values by the names of tunables, as {"),
+        (
+            {"params": [("TILE_KV", 64)]},
+            errors.ParameterError,
+            r"params: wanted a mapping from tunables to values, such as {",
+        ),
         ({"params": "a"}, errors.ParameterError, "params: wanted"),
         ({"params": {1: 64}}, errors.ParameterError, "params: wanted"),
         ({"device": ["cpu"]}, errors.ParameterError, r"device: wanted cpu, gpu, cuda, .* got \['cpu'\]"),
@@ -890,7 +902,7 @@ def test_another_gpus_choice_is_told_once(
         prepared = prepare(q, k, v, out=array(2, 4, length, 64, pointer=OUT), stream=5)
         assert prepared.plan.stage.id == "01_coalesced"
     (message,) = caplog.messages
-    assert message.startswith("nobody has no table of choices of its own: stages are chosen by that of kin")
+    assert message.startswith("nobody has no table of choices: stages are selected by the table of kin")
     attention_module._warn_of_kin.cache_clear()
 
 

@@ -643,7 +643,7 @@ def test_explain_refuses_what_it_cannot_know(data: Path, tmp_path: Path) -> None
         (("1x8x512x64", "--gpu", "nvidia-nobody"), ParameterError, "--arch beside it, got 'nvidia-nobody'"),
         (("1x8x512x64", "--gpu", "nvidia-nobody", "--arch", "sm_1"), ParameterError, "arch: wanted one of"),
         (("1x8x512x64", "--gpu", ".."), ParameterError, "gpu: wanted a folder under data/, such as nvidia-h200"),
-        (("1x8x512x64", "--arch", "sm_80"), ParameterError, "arch: wanted --gpu beside it"),
+        (("1x8x512x64", "--arch", "sm_80"), ParameterError, "arch: wanted --gpu too"),
         (("1x8x512x64", "--gpu", H200, "--arch", "sm_80"), ParameterError, f"arch: wanted {ARCH}, which {H200} is"),
         (("1x8x512x64", "--gpu", "nvidia-h100-80gb-hbm3", "--arch", "sm_80"), ParameterError, f"arch: wanted {ARCH}"),
         (("1x8x99999999999x64",), ShapeError, "q_len: wanted at most 536870912"),

@@ -165,14 +165,14 @@ def test_an_unknown_kind_gets_the_list_and_the_nearest_name() -> None:
         inputs.require("sink_frist")
     with pytest.raises(ParameterError, match="the nearest is scale4"):
         inputs.parse("normal,scale_4")
-    with pytest.raises(ParameterError, match=r"wanted some of normal, .* joined by commas, or all, got ' , '"):
+    with pytest.raises(ParameterError, match=r"wanted some of normal, .*, comma-separated, or all, got ' , '"):
         inputs.parse(" , ")
     assert inputs.parse("all") == tuple(inputs.KINDS)
     assert inputs.parse("scale4, normal,scale4") == ("scale4", "normal")
 
 
 def test_trained_inputs_are_not_drawn_from_a_seed() -> None:
-    with pytest.raises(ParameterError, match="got trained, which a model on a GPU makes: `flashlab bench`"):
+    with pytest.raises(ParameterError, match="got trained, from a model on a GPU: `flashlab bench`"):
         make_inputs(Problem.parse("1x16x64x64", inputs="trained"))
 
 

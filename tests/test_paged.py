@@ -451,7 +451,7 @@ def test_torch_tensors_and_a_cache_of_tokens_before_heads() -> None:
         (
             {"q": np.zeros((2, 4, 33, 64), np.float16)},
             errors.UnsupportedError,
-            r"at most 64 query rows .* 66\. Calls of fewer",
+            r"at most 64 query rows .* 66\. Calls with fewer",
         ),
         ({"q": np.zeros((2, 3, 1, 64), np.float16)}, errors.ShapeError, "multiple of kv_heads"),
         (
@@ -465,12 +465,12 @@ def test_torch_tensors_and_a_cache_of_tokens_before_heads() -> None:
             errors.DTypeError,
             r'v_cache: wanted .* got float8_e4m3fn\. `v_cache\.astype\("float16"\)` works',
         ),
-        ({"scale": float("nan")}, errors.ParameterError, "scale: wanted a finite number"),
+        ({"scale": float("nan")}, errors.ParameterError, "scale: wanted a number of magnitude"),
         ({"stream": 0}, errors.ParameterError, "stream: wanted None"),
         (
             {"stage": READY},
             errors.UnknownStageError,
-            f"reads a cache in pages, {' or '.join(STAGES)}, got '{READY}'",
+            f"reads a paged cache, {' or '.join(STAGES)}, got '{READY}'",
         ),
     ],
 )

@@ -183,7 +183,7 @@ def test_check_reads_the_numbers_back(driver: Driver, monkeypatch: pytest.Monkey
         flashlab.varlen_attention(q, k, v, **how, check=True)
     flashlab.varlen_attention(q, k, v, **how)
     cu[1] = 131
-    with pytest.raises(errors.InputError, match="cu_seqlens_q: wanted numbers from 0 to at most 130"):
+    with pytest.raises(errors.InputError, match="cu_seqlens_q: wanted non-decreasing numbers from 0 to at most 130"):
         flashlab.varlen_attention(q, k, v, **how, check=True)
     with pytest.raises(errors.DTypeError, match="cu_seqlens_q: wanted int32, got int64"):
         flashlab.varlen_attention(q, k, v, **{**how, "cu_seqlens_q": cu.long()}, check=True)
@@ -291,7 +291,7 @@ def test_a_tensor_whose_memory_is_not_its_numbers_is_like_no_other(driver: Drive
     """By shape, strides and type it is one that was launched before; `prepare` refuses it."""
     q, k, v = qkv()
     for inputs in ((make(q), k, v), (q, make(k), v)):
-        assert recipes.kept(inputs, None, (), None) == (None, [], None)
+        assert recipes.lookup(inputs, None, (), None) == (None, [], None)
 
 
 def test_streams_and_graphs_have_counters_of_their_own(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ def test_a_cache_in_pages_is_an_operator_too() -> None:
     assert torch.equal(compiled(*call), flashlab.paged_attention(*call))
     named = torch.ops.flashlab.paged_attention(*call, stage="d12_paged_ends")
     assert torch.equal(named, flashlab.paged_attention(*call, stage="d12_paged_ends"))
-    with pytest.raises(errors.UnknownStageError, match="wanted one that reads a cache in pages"):
+    with pytest.raises(errors.UnknownStageError, match="wanted one that reads a paged cache"):
         torch.ops.flashlab.paged_attention(*call, stage="16_ones_column")
     with pytest.raises(errors.InputError, match="q: wanted a tensor that needs no gradient"):
         torch.ops.flashlab.paged_attention(q.requires_grad_(), *call[1:])
@@ -134,7 +134,7 @@ def test_gradients_are_refused_with_what_works() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda x: x.to("meta"), "got a torch tensor on meta, which holds no numbers"),
+        (lambda x: x.to("meta"), "got a torch tensor on meta, which has no data"),
         (lambda x: x.to_sparse(), r"got a torch tensor with layout torch.sparse_coo. `[qkx].to_dense\(\)`"),
         (lambda x: torch.nested.nested_tensor([x[0], x[1]]), "got a nested tensor. `flashlab.varlen_attention` takes"),
         (torch._neg_view, r"other sign. `[qkx].resolve_neg\(\)` makes one"),

@@ -1,19 +1,20 @@
-"""flashlab: a reproducible lab for one question, how an attention kernel gets fast and what each step buys.
+"""flashlab: a reproducible lab on how a CUDA attention kernel gets fast, and what each optimisation contributes.
 
-The calls, each documented in full where it is defined (flashlab.run.attention):
+Public functions, documented in full where they are defined (flashlab.run):
 
-- `attention(q, k, v)`: softmax(scale · Q Kᵀ) V where the arrays are, on a GPU enqueued on the caller's stream.
-- `prepare(q, k, v)`: the same call on a GPU, compiled and loaded but not launched: a callable to repeat and to time.
-- `emulate(q, k, v)`: the same kernel on the CPU, with what it did wrong: races, bounds, bank conflicts.
-- `varlen_attention(q, k, v, cu_seqlens_q=…)`: of sequences of lengths of their own, packed in one tensor
-  (flashlab.run.varlen); `prepare` and `emulate` take them as `sequences=Sequences(…)`.
-- `paged_attention(q, k_cache, v_cache, page_table, lengths)`: over a cache in pages (flashlab.run.paged), which
-  `append_kv` writes into.
-- `fp8_attention(q, k, v)`: of inputs stored in FP8 (flashlab.run.fp8), which `quantize_e4m3` makes.
+- `attention(q, k, v)`: compute softmax(scale · Q Kᵀ) V on the device of the arrays, on the caller's stream on a GPU.
+- `prepare(q, k, v)`: compile and load the same call on a GPU; returns a callable for repeated launches and timing.
+- `emulate(q, k, v)`: run the same kernel on the CPU and report races, invalid accesses and bank conflicts.
+- `varlen_attention(q, k, v, cu_seqlens_q=…)`: attention over packed sequences of different lengths; `prepare` and
+  `emulate` accept these as `sequences=Sequences(…)`.
+- `paged_attention(q, k_cache, v_cache, page_table, lengths)`: attention over a paged KV cache, which `append_kv`
+  extends.
+- `fp8_attention(q, k, v)`: attention on FP8 inputs, which `quantize_e4m3` makes.
 
-q is (batch, q_heads, q_len, head_dim), k and v are (batch, kv_heads, kv_len, head_dim), float16 or bfloat16, with any
-strides whose last is 1: NumPy arrays, torch tensors, CuPy arrays, or anything with DLPack. Every error is a
-`flashlab.core.errors.FlashlabError` that says what was wanted, what came, and what works.
+q is (batch, q_heads, q_len, head_dim), k and v are (batch, kv_heads, kv_len, head_dim), float16 or bfloat16, with a
+contiguous last dimension and otherwise any strides: NumPy arrays, torch tensors, CuPy arrays, or any object with
+DLPack. Every exception is a `flashlab.core.errors.FlashlabError` that states what was wanted, what was got, and what
+works.
 """
 
 from __future__ import annotations
@@ -45,10 +46,10 @@ __all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:
-    """The public functions, imported when asked for: whoever reads records imports no compiler."""
+    """Import public functions lazily, so that reading records imports no compiler."""
     if name in _PUBLIC:
-        found = globals()[name] = getattr(import_module(_PUBLIC[name]), name)
-        return found
+        value = globals()[name] = getattr(import_module(_PUBLIC[name]), name)
+        return value
     raise AttributeError(f"module 'flashlab' has no attribute {name!r}")
 
 

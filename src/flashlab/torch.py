@@ -1,14 +1,15 @@
-"""flashlab in PyTorch programs: operators that `torch.compile` keeps in its graph, and an attention of transformers.
+"""PyTorch integration: operators for `torch.compile` and CUDA graphs, and an attention for Hugging Face transformers.
 
-Importing this registers `torch.ops.flashlab.attention(q, k, v, causal=False, scale=None, stage=None, window=None,
-softcap=0.0) -> out` and `torch.ops.flashlab.attention_lse`, the same with `(out, lse)`. On CUDA tensors they are
-`flashlab.attention` on torch's current stream; on CPU tensors the kernel is emulated, for problems of a test's size.
-`torch.ops.flashlab.paged_attention(q, k_cache, v_cache, page_table, lengths, causal=True, scale=None, stage=None,
-window=None, softcap=0.0) -> out` is `flashlab.paged_attention` likewise, and `torch.ops.flashlab.varlen_attention(q,
-k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, causal=False, scale=None, stage=None, window=None, softcap=0.0) ->
-(out, lse)` is `flashlab.varlen_attention`. There are no derivatives: inputs that want a gradient are refused, those of
-torch.func too.
-`register()` makes `attn_implementation="flashlab"` known to transformers.
+Importing this module registers four operators:
+
+- `torch.ops.flashlab.attention(q, k, v, causal=False, scale=None, stage=None, window=None, softcap=0.0) -> out`
+- `torch.ops.flashlab.attention_lse`, the same arguments `-> (out, lse)`
+- `torch.ops.flashlab.paged_attention(q, k_cache, v_cache, page_table, lengths, causal=True, …) -> out`
+- `torch.ops.flashlab.varlen_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, …) -> (out, lse)`
+
+On CUDA tensors they call the functions of `flashlab` on torch's current stream; on CPU tensors the kernel is emulated,
+for problems of test size. There is no backward pass: inputs that require gradients are refused, including those of
+torch.func. `register()` adds `attn_implementation="flashlab"` to transformers.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ except ImportError as error:
 __all__ = ["attention", "register"]
 
 NAME = "flashlab"
-"""Of the operators' namespace, and of the attention in transformers."""
+"""Namespace of the operators, and name of the attention in transformers."""
 _INSTEAD = "attn_implementation='sdpa' or 'eager' takes it"
 _REFUSED = ("position_bias", "s_aux", "sinks", "indices", "block_indices", "cache", "output_attentions")
-"""Options of attention in transformers that change its result, or ask for another one."""
+"""Attention options of transformers that change the result and are not supported."""
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q")
-"""Those that say where the sequences of a packed batch begin."""
+"""Options that describe packed sequences."""
 _PACK = f"{', '.join(_PACKED)}, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them"
 
 
 _OPTIONS = ("causal", "scale", "stage", "window", "softcap")
-"""Of every operator, in this order, behind its inputs."""
+"""Options of every operator, in order, after its inputs."""
 
 
 def _plain(q: Any, k: Any, v: Any) -> bool:
-    """Whether tensors hold data and nothing in the dispatcher (functorch, fake tensors, a mode) is to see a call."""
+    """Return whether the tensors hold data and nothing in the dispatcher (functorch, fake tensors, modes) is active."""
     plain = type(q) is type(k) is type(v) is torch.Tensor and not q.is_meta
     return plain and not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None
 
@@ -58,39 +59,40 @@ def _plain(q: Any, k: Any, v: Any) -> bool:
 def _define(
     name: str, call: Callable[..., Any], inputs: str, *, causal: bool, dims: str, return_lse: bool
 ) -> Callable[..., Any]:
-    """Register an operator: `call` of its `inputs`, as a schema names them, and the options. Returns its kernel.
+    """Register an operator that calls `call` with its `inputs`, given as a schema, and the options; return its kernel.
 
-    Its output lies in memory as q, the first input, does: a model's projection has a token's heads side by side, and
-    wants them so. While it is traced, the first three inputs are looked at: `dims` says what their dimensions are.
+    The output has the memory layout of q, the first input, because projections in models expect the heads of a token to
+    be adjacent. While tracing, the first three inputs are validated; `dims` names their dimensions.
     """
     names = [parameter.split()[-1] for parameter in inputs.split(", ")]
 
-    def real(*args: Any) -> Any:
+    def forward(*args: Any) -> Any:
         how = dict(zip(_OPTIONS, args[len(names) :], strict=False))
         if how.get("window") is not None:
             how["window"] = tuple(how["window"])
-        if not args[0].is_contiguous() and args[0].stride(-1) == 1:  # where it is not, `call` refuses it
+        if not args[0].is_contiguous() and args[0].stride(-1) == 1:  # `call` refuses other strides
             how["out"] = torch.empty_like(args[0])
         return call(*args[: len(names)], **how)
 
-    def above(*args: Any) -> Any:
-        # Here alone the wrappers of torch.func still say that they want a gradient. What is plain takes no second way
-        # through the dispatcher: `call` refuses its gradients.
+    def autograd(*args: Any) -> Any:
+        # Only here do the wrappers of torch.func still require a gradient. Plain tensors skip the second pass through
+        # the dispatcher: `call` refuses their gradients.
         if _plain(*args[:3]):
-            return real(*args)
+            return forward(*args)
         arrays.refuse_gradients(**dict(zip(names, args, strict=False)))
         with torch._C._AutoDispatchBelowAutograd():
             return getattr(torch.ops.flashlab, name).default(*args)
 
-    def traced(*args: Any, **_: Any) -> Any:
+    def fake(*args: Any, **_: Any) -> Any:
         tensors = dict(zip(names[:3], args, strict=False))
         arrays.refuse_gradients(**tensors)
-        for of, array in tensors.items():
-            wanted = dims.count(",") + 1
-            if array.dim() != wanted:
-                raise ShapeError(f"{of}: wanted {wanted} dimensions {dims}, got shape {tuple(array.shape)}")
+        for argument, array in tensors.items():
+            rank = dims.count(",") + 1
+            if array.dim() != rank:
+                raise ShapeError(f"{argument}: wanted {rank} dimensions {dims}, got shape {tuple(array.shape)}")
             if array.dtype not in (torch.float16, torch.bfloat16):
-                raise DTypeError(f"{of}: wanted float16 or bfloat16, got {array.dtype}. `{of}.half()` works.")
+                hint = f"`{argument}.half()` works."
+                raise DTypeError(f"{argument}: wanted float16 or bfloat16, got {array.dtype}. {hint}")
         q = args[0]
         out = torch.empty_like(q)
         return (out, q.new_empty(lse_shape(q), dtype=torch.float32)) if return_lse else out
@@ -99,10 +101,10 @@ def _define(
     returns = "(Tensor, Tensor)" if return_lse else "Tensor"
     _library.define(f"{name}({inputs}, {options}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
     for key in ("CPU", "CUDA"):
-        _library.impl(name, real, key)
-    _library.impl(name, above, "Autograd")
-    torch.library.register_fake(f"{NAME}::{name}", traced, lib=_library)
-    return real
+        _library.impl(name, forward, key)
+    _library.impl(name, autograd, "Autograd")
+    torch.library.register_fake(f"{NAME}::{name}", fake, lib=_library)
+    return forward
 
 
 def _varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, **how: Any) -> Any:
@@ -110,7 +112,7 @@ def _varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_se
     return varlen.varlen_attention(q, k, v, **lengths, **how, return_lse=True)
 
 
-# Not `torch.library.custom_op`, whose Python costs the host more than the rest of a call.
+# Not `torch.library.custom_op`, whose Python overhead exceeds the rest of a call.
 _library = torch.library.Library(NAME, "DEF")
 _PADDED, _INPUTS = "(batch, heads, length, head_dim)", "Tensor q, Tensor k, Tensor v"
 _attention = _define("attention", run.attention, _INPUTS, causal=False, dims=_PADDED, return_lse=False)
@@ -152,33 +154,33 @@ def attention(
     stage: str | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """`flashlab.attention` as an operator: `torch.compile(fullgraph=True)` keeps it whole, and CUDA graphs capture it.
+    """Call `flashlab.attention` as a torch operator, for `torch.compile(fullgraph=True)` and CUDA graph capture.
 
     Args:
         q: torch tensor (batch, q_heads, q_len, head_dim), float16 or bfloat16, the last dimension contiguous.
-        k: (batch, kv_heads, kv_len, head_dim), of the type and on the device of q; kv_heads divides q_heads.
-        v: as `k`.
-        causal: aligned bottom right, as in `flashlab.attention`.
-        window: as `flashlab.attention` takes it.
-        softcap: what scores are bounded by, as in `flashlab.attention`.
-        scale: what scores are multiplied by; 1/sqrt(head_dim) where None.
-        stage: a stage's id, or None for the one that suits.
-        return_lse: also return the log-sum-exp of the scores, float32 (batch, q_heads, q_len).
+        k: (batch, kv_heads, kv_len, head_dim), of the dtype and on the device of q; kv_heads divides q_heads.
+        v: like `k`.
+        causal: whether to apply a causal mask, aligned bottom right, as in `flashlab.attention`.
+        window: sliding window, as in `flashlab.attention`.
+        softcap: soft cap on scores, softcap · tanh(score / softcap); 0 disables it.
+        scale: factor on the scores; default: 1/sqrt(head_dim).
+        stage: stage id; default: as in `flashlab.attention`.
+        return_lse: whether to also return the log-sum-exp of the scores, float32 (batch, q_heads, q_len).
 
     Returns:
-        The output, which is like q and lies in memory as q does, or (output, lse).
+        The output, with the shape, dtype and memory layout of q, or (output, lse).
 
     Raises:
-        InputError: a tensor wants a gradient, or what `flashlab.attention` refuses. Under `torch.compile`, torch wraps
-            what is known while it traces.
-        FlashlabError: what else `flashlab.attention` raises.
+        InputError: a tensor requires gradients, or an argument is invalid. Under `torch.compile`, torch wraps errors
+            that occur while tracing.
+        FlashlabError: as `flashlab.attention` does.
     """
     check_flags(causal=causal, return_lse=return_lse)
-    for name, of in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(of, torch.Tensor):
-            got = type(of).__name__
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(array, torch.Tensor):
+            got = type(array).__name__
             raise DeviceError(f"{name}: wanted a torch tensor, got {got}. `flashlab.attention` takes other arrays.")
-    # torch takes True for 1.0, and refuses what is no number or text by an error of its own.
+    # torch would accept True as 1.0, and raise its own errors for other types.
     if scale is not None and type(scale) is not float:
         scale = scale_of(scale, q.shape[-1])
     if type(softcap) is not float:
@@ -199,13 +201,13 @@ def attention(
 
 
 def register() -> None:
-    """Make `attn_implementation="flashlab"` known to Hugging Face transformers; a second time changes nothing.
+    """Register `attn_implementation="flashlab"` with Hugging Face transformers. Idempotent.
 
-    Takes causal prefill, decoding with a dynamic cache, grouped-query heads, sliding windows, soft caps, and encoders,
-    with windows too, in float16 and bfloat16; and sequences packed in a batch of 1, whose places are said as to flash
-    attention, by `cu_seq_lens_q`, `cu_seq_lens_k` and `max_length_q`. Refuses by `UnsupportedError` what the kernels do
-    not compute: padding, packed sequences that position_ids alone tell apart, custom masks, static caches, dropout,
-    position biases, sinks, sparse indices, and attention weights.
+    Supports causal prefill, decoding with a dynamic cache, grouped-query attention, sliding windows, soft caps, and
+    encoders with or without windows, in float16 and bfloat16; and sequences packed in a batch of 1, described as for
+    flash-attention by `cu_seq_lens_q`, `cu_seq_lens_k` and `max_length_q`. Anything else raises `UnsupportedError`
+    when called: padding, packed sequences given by position_ids alone, custom masks, static caches, dropout, position
+    biases, sinks, sparse indices, and attention weights.
 
     Raises:
         MissingPackageError: transformers is not installed, or too old.
@@ -214,7 +216,7 @@ def register() -> None:
         masking = importlib.import_module("transformers.masking_utils")
         modeling: Any = importlib.import_module("transformers.modeling_utils")
         if "q_length" not in inspect.signature(masking.sdpa_mask).parameters:
-            raise ImportError(f"one that asks for masks otherwise, in {masking.__file__}")
+            raise ImportError(f"an incompatible mask interface in {masking.__file__}")
     except ImportError as error:
         raise MissingPackageError(
             f"wanted the Python package transformers, 5.23 or newer, got: {error}. `pip install -U transformers` "
@@ -222,7 +224,7 @@ def register() -> None:
         ) from error
     modeling.AttentionInterface.register(NAME, _transformers_attention)
     masking.AttentionMaskInterface.register(NAME, _transformers_mask)
-    # transformers 5 takes every name with "flash" in it for a package with the interface of flash-attn, to be imported.
+    # transformers 5 treats every name that contains "flash" as a package with the interface of flash-attn.
     theirs = getattr(modeling, "is_flash_attention_requested", None)
     if theirs is not None and not hasattr(theirs, "__wrapped__"):
 
@@ -253,15 +255,15 @@ def _transformers_mask(
     device: Any = None,
     **_: Any,
 ) -> Any:
-    """None, for no mask, which is what transformers wants where the kernel's own mask is the right one; one without
-    elements where it is within each sequence of a packed batch, (0,), or an encoder's window, (0, keys to either side).
+    """Return None if the kernel's own mask is the requested one, or an empty tensor that encodes a special case: shape
+    (0,) for packed sequences, (0, keys per side) for the window of an encoder.
 
-    The window of a decoder's layer, `local_size`, comes to the kernel with the layer's `sliding_window`. Of encoders,
-    some layers hand on as many keys as the mask has to either side, and some one more. Chunks have a `local_size` too,
-    which no layer hands on.
+    The window of a decoder layer, `local_size`, reaches the kernel as the layer's `sliding_window`. Encoder layers are
+    inconsistent: some pass the keys per side of the mask, and some one more. Chunked attention has a `local_size` too,
+    which no layer passes on.
 
     Raises:
-        UnsupportedError: it is not.
+        UnsupportedError: the kernel does not support the mask.
     """
     if attention_mask is not None:
         if torch.compiler.is_compiling():
@@ -290,8 +292,8 @@ def _transformers_mask(
 
 
 def _sequences(mask_function: Any) -> Any:
-    """The sequence of each token, from 0, where a mask of transformers tells them apart by their position_ids, and does
-    nothing else; None where it is another mask. While it traces, transformers takes every batch for a packed one."""
+    """Return the sequence index of each token, from 0, for a mask that only separates packed sequences by position_ids;
+    None for any other mask. While tracing, transformers treats every batch as packed."""
     inside = inspect.getclosurevars(mask_function).nonlocals if callable(mask_function) else {}
     parts = sorted(inside.get("mask_functions", ()), key=lambda part: part.__qualname__)
     made_by = [part.__qualname__.partition(".")[0] for part in parts]
@@ -313,9 +315,9 @@ def _transformers_attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Any, None]:
-    """transformers' attention on (batch, heads, length, head_dim): (batch, length, heads, head_dim), and no weights."""
+    """Attention of transformers: (batch, heads, length, head_dim) to (batch, length, heads, head_dim), no weights."""
     packed: dict[str, Any] = {name: options[name] for name in _PACKED if options.get(name) is not None}
-    # A query's own key counts in theirs.
+    # Their window counts the key on the diagonal.
     window = None if sliding_window is None else sliding_window - 1
     if attention_mask is not None and attention_mask.numel():
         raise _refuse("a mask of shape " + str(tuple(attention_mask.shape)))

@@ -175,7 +175,7 @@ def test_wrong_numbers_touch_nothing_outside_and_are_refused_with_check(stage: s
         torch.cuda.synchronize()
         assert (whole[:600] == 7).all()
         assert (whole[1200:] == 7).all()
-        with pytest.raises(InputError, match="cu_seqlens_q: wanted numbers from 0 to at most 600"):
+        with pytest.raises(InputError, match="cu_seqlens_q: wanted non-decreasing numbers from 0 to at most 600"):
             packed(stage=stage, check=True, max_seqlen_q=600)
     packed = Packed([(300, 400)])
     with pytest.raises(InputError, match="max_seqlen_q: wanted at least the longest sequence of cu_seqlens_q, 300"):

@@ -1,1 +1,1 @@
-"""What everything shares: errors, the problem, its inputs, and where things are. Imports nothing of flashlab."""
+"""Shared foundations: errors, problems, input kinds and paths. Imports no other flashlab package."""

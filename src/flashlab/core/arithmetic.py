@@ -1,4 +1,4 @@
-"""Numbers in words, and arithmetic on numbers and names, as kernels' constants and claims' formulas write it."""
+"""Pluralised counts, and safe evaluation of the arithmetic in kernel constants and claim formulas."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _OPERATIONS: Mapping[type[ast.AST], Callable[..., Any]] = {
 
 
 def several(number: int, noun: str) -> str:
-    """`1 run`, `4 runs`."""
+    """Format a count with its noun: `1 run`, `4 runs`."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def calculated(formula: str, values: Mapping[str, float]) -> float:
-    """The value of an expression in Python's syntax, which is not executed; what compares is 1 or 0.
+    """Evaluate an arithmetic expression in Python syntax without executing it; comparisons give 1 or 0.
 
     Raises:
-        ValueError: something else than numbers, those names and arithmetic stands in it.
+        ValueError: the formula has anything but numbers, the names in `values` and arithmetic.
     """
 
     def value(node: ast.AST) -> Any:

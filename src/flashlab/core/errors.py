@@ -1,30 +1,30 @@
-"""Every error flashlab raises on purpose.
+"""Exceptions raised by flashlab.
 
     FlashlabError
-    ├── InputError (ValueError)      the caller's arguments are off
-    │   ├── ShapeError                   shapes disagree, are empty or out of range
-    │   ├── DTypeError                   an element type no stage takes, or mixed types
-    │   ├── LayoutError                  strides or alignment a kernel cannot read
-    │   ├── DeviceError                  tensors on different devices, or on the wrong kind of device
-    │   ├── UnknownStageError            no stage of that id
-    │   └── ParameterError               a tunable, option or notebook parameter that does not exist or does not fit
-    ├── UnsupportedError             the stage exists and the input is sound, but not together, or not on this GPU
-    │   └── TooLargeError                it would take a CPU longer than allowed
-    ├── MissingError                 something this machine lacks
+    ├── InputError (ValueError)      invalid arguments
+    │   ├── ShapeError                   shapes mismatched, empty or out of range
+    │   ├── DTypeError                   unsupported or mixed data types
+    │   ├── LayoutError                  unsupported strides, alignment or memory overlap
+    │   ├── DeviceError                  arrays on different devices or the wrong kind of device
+    │   ├── UnknownStageError            no stage has that id
+    │   └── ParameterError               unknown or invalid tunable, option or notebook parameter
+    ├── UnsupportedError             valid input that the stage or this GPU does not support
+    │   └── TooLargeError                emulation would exceed its time limit
+    ├── MissingError                 a component missing on this machine
     │   ├── NoGpuError                   no CUDA GPU or no driver
     │   └── MissingPackageError          a Python package or program that is not installed
-    ├── CompileError                 NVRTC, ptxas or the C++ compiler refused the source
-    │   └── PerformanceWarningError      it compiled, with a warning that means lost performance
-    ├── LaunchError                  the driver refused or broke off a launch
-    ├── EmulationError               a kernel that ran on the CPU did not come to its end
-    ├── CheckFailedError             a result that the oracle rejects
-    ├── DataError                    committed data is missing or damaged
+    ├── CompileError                 NVRTC, ptxas or the C++ compiler rejected the source
+    │   └── PerformanceWarningError      compiled with a warning that costs performance
+    ├── LaunchError                  the driver rejected or aborted a launch
+    ├── EmulationError               a kernel emulated on the CPU did not finish
+    ├── CheckFailedError             a result was rejected by the oracle
+    ├── DataError                    recorded data is missing or damaged
     │   ├── NoDataError                  nothing recorded for that GPU, shape or run
-    │   └── DamagedRecordError           a line that is not a record, or a file that is not what CHECKSUMS says
-    ├── OutputError                  a folder or file that cannot be written
+    │   └── DamagedRecordError           invalid record line, or a file that does not match CHECKSUMS
+    ├── OutputError                  a folder or file is not writable
     └── ReportError                  a notebook did not finish, or the site did not build
 
-A message says what was wanted, what came, and what works.
+A message states what was wanted, what was got, and what works.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from typing import Any
 
 
 class FlashlabError(Exception):
-    """The root: catching it catches everything flashlab raises on purpose."""
+    """Base class of all flashlab exceptions."""
 
 
 class InputError(FlashlabError, ValueError):
-    """The caller's arguments are off."""
+    """Invalid arguments."""
 
 
 class ShapeError(InputError):
-    """Shapes disagree, are empty, or are out of a stage's range."""
+    """Shapes are mismatched, empty or out of range."""
 
 
 class DTypeError(InputError):
-    """An element type that no stage takes, or tensors of mixed types."""
+    """Unsupported data type, or arrays of mixed data types."""
 
 
 class LayoutError(InputError):
-    """Strides or alignment that a kernel cannot read."""
+    """Unsupported strides or alignment, read-only output, or overlapping memory."""
 
 
 class DeviceError(InputError):
-    """Tensors on different devices, or on the wrong kind of device."""
+    """Arrays on different devices, or on the wrong kind of device."""
 
 
 class UnknownStageError(InputError):
@@ -62,25 +62,25 @@ class UnknownStageError(InputError):
 
 
 class ParameterError(InputError):
-    """A tunable, option or notebook parameter that does not exist or does not fit."""
+    """Unknown or invalid tunable, option or notebook parameter."""
 
 
 def refuse_unknown(what: str, known: Collection[Any], *values: Any) -> None:
-    """Raises `ParameterError` where one of the values is none of those that are known, which it names."""
+    """Raise `ParameterError` for the first of `values` that is not in `known`, listing the known ones."""
     for value in values:
         if value not in known:
             raise ParameterError(f"{what}: wanted one of {', '.join(known) or 'none'}, got {value!r}")
 
 
 class UnsupportedError(FlashlabError):
-    """The stage exists and the input is sound, but not together, or not on this GPU."""
+    """Valid input that the stage or this GPU does not support."""
 
 
 class TooLargeError(UnsupportedError):
-    """A CPU would take longer over it than allowed.
+    """Emulation on the CPU would exceed its time limit.
 
     Attributes:
-        seconds: about how long it would take.
+        seconds: estimated run time, in seconds.
     """
 
     def __init__(self, message: str, *, seconds: float) -> None:
@@ -89,7 +89,7 @@ class TooLargeError(UnsupportedError):
 
 
 class MissingError(FlashlabError):
-    """Something this machine lacks."""
+    """A component that flashlab needs is missing on this machine."""
 
 
 class NoGpuError(MissingError):
@@ -97,17 +97,17 @@ class NoGpuError(MissingError):
 
 
 class MissingPackageError(MissingError):
-    """A Python package or program that is not installed; the message has the command that installs it."""
+    """A Python package or program is not installed; the message names the command that installs it."""
 
 
 class CompileError(FlashlabError):
-    """NVRTC, ptxas or, for a run on the CPU, the C++ compiler refused the source.
+    """NVRTC, ptxas or, for a run on the CPU, the C++ compiler rejected the source.
 
     Attributes:
-        summary: what was refused, and the line of source where one is known; the whole text has command and log too.
+        summary: the error and its source line, if known; `str(error)` adds the command and log.
         command: the equivalent command line.
-        log: the compiler's whole log.
-        source_line: `file:line: text` of the first error, or None where the log names none.
+        log: the complete compiler log.
+        source_line: `file:line: text` of the first error, or None if the log names none.
     """
 
     def __init__(self, message: str, *, command: str, log: str, source_line: str | None = None) -> None:
@@ -121,18 +121,18 @@ class CompileError(FlashlabError):
 
 
 class PerformanceWarningError(CompileError):
-    """It compiled, with a warning that means lost performance: spills, serialised wgmma, dropped setmaxnreg."""
+    """Compiled with a warning that costs performance: spills, serialised wgmma, or ignored setmaxnreg."""
 
 
 class LaunchError(FlashlabError):
-    """The driver refused a launch or broke it off."""
+    """The driver rejected or aborted a launch."""
 
 
 class EmulationError(FlashlabError):
-    """A kernel that ran on the CPU deadlocked, crashed, misused the machine or took too long.
+    """A kernel emulated on the CPU deadlocked, crashed, executed an invalid operation or timed out.
 
     Attributes:
-        report: how far it came, `emulator.Report`; None where the worker process said nothing.
+        report: the `emulator.Report` so far; None if the worker process sent none.
     """
 
     def __init__(self, message: str, *, report: Any = None) -> None:
@@ -141,11 +141,11 @@ class EmulationError(FlashlabError):
 
 
 class CheckFailedError(FlashlabError):
-    """A result that the oracle rejects."""
+    """A result was rejected by the oracle."""
 
 
 class DataError(FlashlabError):
-    """Committed data is missing or damaged."""
+    """Recorded data is missing or damaged."""
 
 
 class NoDataError(DataError):
@@ -153,16 +153,16 @@ class NoDataError(DataError):
 
     @classmethod
     def of(cls, wanted: str, command: str, found: object = "none") -> NoDataError:
-        """That what is wanted is not on record, with the command that makes some."""
+        """Build the error for missing records, naming the command that makes some."""
         return cls(f"wanted {wanted}, found {found}. `{command}` makes some")
 
 
 class DamagedRecordError(DataError):
-    """A line that is not a record, or a file that is not what CHECKSUMS says."""
+    """A line is not a valid record, or a file does not match CHECKSUMS."""
 
 
 class OutputError(FlashlabError):
-    """A folder or file that cannot be written."""
+    """A folder or file is not writable."""
 
 
 class ReportError(FlashlabError):

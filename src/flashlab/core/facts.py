@@ -1,4 +1,4 @@
-"""Facts as data: models of tables (`paths.table`) that refuse a field which there is not."""
+"""Base model of the TOML tables (`paths.table`)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Facts(BaseModel):
-    """A frozen model that takes its own fields alone."""
+    """Frozen model that rejects unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

@@ -1,12 +1,12 @@
-"""What Q, K and V hold: named kinds of inputs, all made from the same standard normal numbers.
+"""Kinds of inputs: named distributions of Q, K and V, all derived from the same standard normal numbers.
 
-Times and errors depend on the data. A kernel that tracks the row maximum lazily is fast where scores are small and may
-fall off a cliff where they grow from tile to tile; a kind is one way in which scores can lie. Scores are stated in
-nats, scale · q · k with scale 1 / sqrt(head_dim): a score that is one nat higher has e times the weight.
+Times and errors depend on the data. A kernel that updates the row maximum lazily is fast if scores are small and may
+slow down sharply if they grow from tile to tile; each kind is one distribution of scores. Scores are in nats,
+scale · q · k with scale 1 / sqrt(head_dim): a score one nat higher has e times the weight.
 
-An implementation sees Q, K and V alone, in their own element type. A bias is therefore some of the
-columns (`bias_columns`): Q holds sqrt(head_dim) there, so that K holds nats, shared out among them: rounded to bfloat16
-in one half of them, and what that leaves in the other. Every other column keeps its normal numbers.
+Implementations receive only Q, K and V, in their own data type. A bias on the scores is therefore encoded in some
+columns (`bias_columns`): Q is sqrt(head_dim) there, and K holds the bias in nats, divided among them: its bfloat16
+value in one half and the rounding remainder in the other. All other columns keep their normal numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashlab.core.errors import ParameterError
 Array = Any
 """A NumPy or CuPy array."""
 Change = Callable[[Array, Array, bool, Any], None]
-"""(q, k, causal, xp): makes a kind of normal Q (batch, q_heads, q_len, head_dim) and K, float32, in place."""
+"""(q, k, causal, xp): modify standard normal Q (batch, q_heads, q_len, head_dim) and K, float32, in place."""
 
 NORMAL, TRAINED, ALL = "normal", "trained", "all"
 SINK_NATS = 15.0
@@ -32,7 +32,7 @@ ONE_HOT_NATS = 30.0
 ROW_FACTORS = (0.25, 1.0, 4.0, 16.0)
 HOSTILE_FACTOR, HOSTILE_SINK_NATS = 8.0, 40.0
 HOSTILE_TILE_NATS = 11.0
-"""About as far above an old maximum as float16 holds an exponential."""
+"""Largest increase above a stale maximum, in nats, whose exponential float16 can hold, approximately."""
 WAVE_NATS, WAVE_KEYS = 150.0, 200
 LOW_NATS = -120.0
 END_KEYS = 8
@@ -44,20 +44,20 @@ class Kind:
 
     name: str
     title: str
-    """What the scores are, in nats; one line."""
+    """One-line description of the scores, in nats."""
     change: Change | None = None
-    """None where nothing is changed: `normal`, and `trained`, which is not drawn but read from a model."""
+    """None for `normal`, and for `trained`, which is read from a model instead of drawn."""
 
 
 def _bias(nats: Callable[[Array], Array]) -> Change:
-    """Adds to every query's score of key j what `nats` (of all j and the number of keys) says."""
+    """Add `nats(j)`, given the indices of all keys, to every query's score of key j."""
 
     def change(q: Array, k: Array, causal: bool, xp: Any) -> None:
-        # The command line starts without them.
+        # Imported here to keep the command line fast to start.
         import ml_dtypes
         import numpy as np
 
-        # On the host, so that every machine has the same bits.
+        # Computed on the host, so that every machine has the same bits.
         head_dim = q.shape[3]
         held = float(ml_dtypes.bfloat16(math.sqrt(head_dim)))
         coarse_columns, fine_columns = bias_columns(head_dim)
@@ -72,10 +72,10 @@ def _bias(nats: Callable[[Array], Array]) -> Change:
 
 
 def bias_columns(head_dim: int) -> tuple[list[int], list[int]]:
-    """The columns that hold a bias: rounded, and what that leaves.
+    """The columns that encode a bias: those of its rounded value, and those of the remainder.
 
-    The last four of every sixteen. In a few columns alone, or before others, a bias would swamp the short sums of a
-    kernel that multiplies in packed FP16 (`02_half2`), and the check would be of nothing but that.
+    They are the last four of every sixteen. Concentrated in a few columns, or placed first, a bias would swamp the
+    short sums of a kernel that multiplies in packed FP16 (`02_half2`), and the check would test nothing else.
     """
     place = {column: (head_dim - 1 - column) % 16 for column in range(head_dim)}
     return [c for c, at in place.items() if at < 2], [c for c, at in place.items() if 2 <= at < 4]
@@ -107,9 +107,9 @@ def _one_hot(q: Array, k: Array, causal: bool, xp: Any) -> None:
 
 
 def chosen_keys(q_shape: tuple[int, ...], kv_len: int, *, causal: bool, xp: Any) -> Array:
-    """The key on which each row of `one_hot` puts its weight, one that it sees, int64 (batch, q_heads, q_len).
+    """The visible key on which each row of `one_hot` puts its weight, int64 (batch, q_heads, q_len).
 
-    Pseudo-random by hashing the row's place, so that NumPy and CuPy agree; 0 for a row that sees none.
+    Pseudo-random by hashing the row index, so that NumPy and CuPy agree; 0 for a row that sees no key.
     """
     batch, q_heads, q_len, _ = q_shape
     x = xp.arange(batch * q_heads * q_len, dtype=xp.uint32)
@@ -174,7 +174,7 @@ KINDS = _by_name(
     ),
     Kind(TRAINED, "Q, K and V of each layer of a small language model with RoPE that flashlab trains"),
 )
-"""By name, in the order in which they are shown."""
+"""By name, in display order."""
 HOSTILE = _by_name(
     Kind("hostile_sink", f"Q times 8, and the first key's score {HOSTILE_SINK_NATS:g} nats higher", _hostile_sink),
     Kind(
@@ -199,23 +199,23 @@ HOSTILE = _by_name(
         _bias(lambda j: 0 * j + LOW_NATS),
     ),
 )
-"""Kinds that only checks use: they reach the paths that a kernel takes seldom."""
+"""Kinds used only by checks: they exercise the rarely taken paths of a kernel."""
 SCALE8 = Kind("scale8", "Q times 8: scores have a standard deviation of 8 nats", _scaled(HOSTILE_FACTOR))
-"""For flash-attention's own cases."""
+"""Used by the cases of flash-attention's own tests."""
 END = Kind(
     "hostile_end",
     f"the last {END_KEYS} keys' scores as normal, the others {WAVE_NATS:g} nats lower, beyond FP32 exponentials",
     _bias(lambda j: -WAVE_NATS * (j <= j[-1] - END_KEYS)),
 )
-"""For rows far apart: a last tile of few keys, whose first scores say nothing of the rest."""
+"""A last tile with few keys, whose scores are far from those of all other keys."""
 _KNOWN = KINDS | HOSTILE | {kind.name: kind for kind in (SCALE8, END)}
 
 
 def require(name: str) -> Kind:
-    """The kind of that name.
+    """Look up a kind by name.
 
     Raises:
-        ParameterError: there is none; the message lists them and names the nearest.
+        ParameterError: no such kind; the message lists them and names the nearest.
     """
     if name in _KNOWN:
         return _KNOWN[name]
@@ -227,40 +227,40 @@ def require(name: str) -> Kind:
 
 
 def parse(text: str) -> tuple[str, ...]:
-    """Kinds joined by commas, each once, or `all`.
+    """Parse comma-separated kinds, without duplicates, or `all`.
 
     Raises:
-        ParameterError: one that does not exist, or none at all.
+        ParameterError: a kind does not exist, or the list is empty.
     """
     names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if names == (ALL,):
         return tuple(KINDS)
     if not names:
-        raise ParameterError(f"inputs: wanted some of {', '.join(KINDS)} joined by commas, or {ALL}, got {text!r}")
+        raise ParameterError(f"inputs: wanted some of {', '.join(KINDS)}, comma-separated, or {ALL}, got {text!r}")
     return tuple(require(name).name for name in names)
 
 
 def drawn(name: str) -> str:
-    """The name of a kind that is made from random numbers.
+    """Check that a kind is drawn from random numbers, and return its name.
 
     Raises:
-        ParameterError: no kind of that name, or `trained`, which is not drawn.
+        ParameterError: no such kind, or `trained`, which is not drawn.
     """
     if require(name).name == TRAINED:
         others = ", ".join(kind for kind in KINDS if kind != TRAINED)
         raise ParameterError(
-            f"inputs: wanted a kind that is drawn from a seed ({others}), got {TRAINED}, which a model on a GPU makes: "
+            f"inputs: wanted a kind that is drawn from a seed ({others}), got {TRAINED}, from a model on a GPU: "
             "`flashlab bench` measures it"
         )
     return name
 
 
 def change(name: str, q: Array, k: Array, *, causal: bool, xp: Any) -> None:
-    """Make standard normal Q and K those of a kind, in place.
+    """Turn standard normal Q and K into those of a kind, in place.
 
     Args:
         q, k: (batch, heads, length, head_dim) float32; writable.
-        xp: numpy, or cupy where they are CuPy arrays.
+        xp: numpy, or cupy for CuPy arrays.
 
     Raises:
         ParameterError: as `drawn`.

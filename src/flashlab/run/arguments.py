@@ -1,4 +1,4 @@
-"""What a kernel is launched with: its structures, as kernels/common declares them, tensor maps and the grid."""
+"""Launch arguments of kernels: the structures declared in kernels/common, tensor maps, and the grid."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
     from flashlab.build.compiler import LaunchShape
 
 PANELS = {64: SWIZZLE_128B, 32: SWIZZLE_64B}
-"""Columns of a tile's panels to their swizzle: the widest whose columns divide the head dim."""
+"""Swizzle by panel width, in columns; a tile uses the widest panel that divides the head dim."""
 WARP_ROWS = 16
-"""Rows of a TMA store of O: a warp's, as kernels/common/hopper.cuh has it."""
+"""Rows per TMA store of O, those of one warp (kernels/common/hopper.cuh)."""
 CPU_RESIDENT_BLOCKS = 3
-"""The grid of a persistent kernel on a CPU: few, so that each takes several work tiles. As many SMs, to a kernel that
-says how many blocks each has."""
+"""CTAs of a persistent kernel on a CPU: few, so that each processes several work tiles. Also the number of SMs assumed
+for kernels with a fixed number of CTAs per SM."""
 SPLITS = (1, 2, 4, 8, 16)
-"""Blocks that the keys of a tile may be split over: those of a cluster."""
+"""Cluster sizes over which the keys of a tile may be split."""
 NEARLY = 0.85
-"""A choice of splits fills the GPU nearly as well as the best where it keeps this share of it as busy: FlashAttention's
-own rule for its splits."""
+"""A number of splits is acceptable if its SM utilisation is at least this share of the best: the heuristic of
+FlashAttention."""
 WORK_COUNTERS = 2
-"""Unsigned integers in which a persistent kernel's tile scheduler counts."""
+"""Number of unsigned counters of the tile scheduler of a persistent kernel."""
 MAX_SHARES = 4096
-"""Blocks of a launch that shares keys equally, at most, and its counters: kernels/common/shares.cuh."""
+"""Maximum number of CTAs, and of counters, of a launch that shares keys equally: kernels/common/shares.cuh."""
 
 
 class TensorView(ctypes.Structure):
-    """kernels/common/attention.cuh, `TensorView`: where an array lies, with strides in elements."""
+    """`TensorView` of kernels/common/attention.cuh: address of an array, and strides in elements."""
 
     _fields_ = fields("common/attention.cuh", "TensorView")
 
@@ -47,32 +47,32 @@ _params = partial(fields, "common/attention.cuh", "AttentionParams", TensorView=
 
 
 class AttentionParams(ctypes.Structure):
-    """kernels/common/attention.cuh, `AttentionParams`."""
+    """`AttentionParams` of kernels/common/attention.cuh."""
 
     _fields_ = _params()
 
 
 class FeatureParams(AttentionParams):
-    """The same of a kernel that is compiled for some of `Problem.features`."""
+    """`AttentionParams` of a kernel compiled for some of `Problem.features`."""
 
-    _fields_ = _params("SOFTCAP")[len(_params()) :]  # ctypes adds them to its base's
+    _fields_ = _params("SOFTCAP")[len(_params()) :]  # ctypes prepends the fields of the base
 
 
 class VarlenParams(FeatureParams):
-    """The same of a kernel for sequences of lengths of their own."""
+    """`AttentionParams` of a kernel for packed sequences."""
 
     _fields_ = _params("VARLEN")[len(_params("SOFTCAP")) :]
 
 
 class AttentionMaps(ctypes.Structure):
-    """kernels/common/hopper.cuh, `AttentionMaps`."""
+    """`AttentionMaps` of kernels/common/hopper.cuh."""
 
     _fields_ = tuple((name, ctypes.c_ubyte * MAP_BYTES) for name in "QKVO")
 
 
 def params_for(problem: Problem, scale: float, views: Mapping[str, DeviceArray]) -> AttentionParams:
-    """The kernel's first argument; of `views` Q, K, V and O count. `LSE`, `work`, `fallbacks` and the `cu_seqlens` are
-    null."""
+    """Build the first kernel argument from the views of Q, K, V and O; `LSE`, `work`, `fallbacks` and the `cu_seqlens`
+    stay null."""
     kind = VarlenParams if problem.varlen else FeatureParams if problem.features else AttentionParams
     params = kind(
         **{name: TensorView(views[name].pointer, *views[name].strides[:3]) for name in "QKVO"},
@@ -88,15 +88,15 @@ def params_for(problem: Problem, scale: float, views: Mapping[str, DeviceArray])
 
 
 def tile_map(array: DeviceArray, dtype: DType, rows: int, panels: int = 0, *, varlen: bool = False) -> TensorMap:
-    """A tensor map whose box is `rows` rows of one head, as kernels/common/hopper.cuh describes it; `panels` 0: all.
+    """Build a tensor map whose box is `rows` rows of one head (kernels/common/hopper.cuh); `panels` 0 means all panels.
 
-    With `varlen` the last dimension runs over rows as well, so that a sequence's last row can be the map's: any row of
-    the array is the sum of two coordinates, of which the second is where its sequence ends.
+    With `varlen`, the last dimension also runs over rows, so that loads are clipped at the end of a sequence: a row is
+    the sum of two coordinates, of which the second is the end of its sequence.
     """
     batch, heads, length, head_dim = array.shape
     panel = next(columns for columns in PANELS if head_dim % columns == 0)
     panel_bytes = panel * BYTES_PER_ELEMENT
-    # Nothing is ever `stride` away in a dimension of one, whose stride may be anything: the map wants a sound one.
+    # The stride of a dimension of size 1 is never used and may be anything, but the map requires a valid one.
     batch_stride, head_stride, row_stride = (
         stride * BYTES_PER_ELEMENT if n > 1 else panel_bytes
         for n, stride in zip(array.shape[:3], array.strides[:3], strict=True)
@@ -112,7 +112,7 @@ def tile_map(array: DeviceArray, dtype: DType, rows: int, panels: int = 0, *, va
 
 
 def tile_maps(planned: Plan, shape: LaunchShape, arrays: Mapping[str, DeviceArray]) -> dict[str, TensorMap]:
-    """The tensor maps of Q, K, V and O; none where they cannot describe them, or the kernel takes none."""
+    """Build the tensor maps of Q, K, V and O; empty on the slow path, or if the stage uses none."""
     if not (planned.aligned and planned.stage.tensor_maps):
         return {}
     maps = {}
@@ -124,13 +124,13 @@ def tile_maps(planned: Plan, shape: LaunchShape, arrays: Mapping[str, DeviceArra
 
 
 def maps_for(encoded: Mapping[str, bytes]) -> AttentionMaps:
-    """The second argument of a kernel that takes tensor maps, of Q, K, V, O; zeros where there are none."""
+    """Build the second argument of a kernel with tensor maps of Q, K, V and O; missing maps are zeros."""
     absent = bytes(MAP_BYTES)
     return AttentionMaps.from_buffer_copy(b"".join(encoded.get(name, absent) for name in "QKVO"))
 
 
 def triton_arguments(params: AttentionParams) -> dict[str, int | float]:
-    """The arguments of a kernel in Triton, by the names of `triton_code.ARGUMENTS`; null pointers are 0."""
+    """Arguments of a Triton kernel, by the names of `triton_code.ARGUMENTS`; null pointers are 0."""
     views = {name: getattr(params, name) for name in "QKVO"}
     strides = {
         f"{name}_{step}": int(getattr(view, f"{step}_stride"))
@@ -146,7 +146,7 @@ _TRITON_TYPES: Mapping[str, Any] = {"i64": ctypes.c_longlong, "i32": ctypes.c_in
 
 
 def triton_parameters(params: AttentionParams) -> list[Any]:
-    """The same as ctypes values in order, with null pointers for what Triton may add."""
+    """`triton_arguments` as ctypes values in order, followed by null pointers for Triton's hidden parameters."""
     values = triton_arguments(params)
     of_type = {name: _TRITON_TYPES.get(kind, ctypes.c_void_p) for name, kind in triton_code.ARGUMENTS.items()}
     hidden = [ctypes.c_void_p() for _ in range(triton_code.HIDDEN_POINTERS)]
@@ -154,17 +154,16 @@ def triton_parameters(params: AttentionParams) -> list[Any]:
 
 
 WHOLE = 15 / 16
-"""Of the blocks that could run, so many at least must be left where shares of keys keep within tiles: a crossing costs
-more than that share of the GPU, by d3_equal_share with SPLITS=8 at four sequences of 8,192 keys on an H200."""
+"""Minimum share of the possible CTAs that must remain for shares of keys to be aligned to tiles: crossing tiles costs
+more than the idle rest, by d3_equal_share with SPLITS=8 at four sequences of 8,192 keys on an H200."""
 
 
 def splits_for(problem: Problem, shape: LaunchShape, sms: int, most: int) -> int:
-    """Blocks that the keys of a tile are split over, of a kernel that does that; `most`: what the GPU allows.
+    """Number of CTAs over which a split-KV kernel splits the keys of a tile, at most `most`, the limit of the GPU.
 
-    The fewest that keep the SMs, at one block each, nearly as busy as the best choice: all read keys until the last
-    ends, and what is split more is combined from more parts. A block has enough loads in flight for its SM; to fill
-    the places of a second one by more splits was slower on record (site/decode/d0_split_kv.md). No more than there are
-    keys for, so that each block has some.
+    Returns the smallest number whose SM utilisation, at one CTA per SM, is close to the best: more splits cost more to
+    combine. One CTA has enough loads in flight for its SM; filling a second slot with more splits was slower on record
+    (site/decode/d0_split_kv.md). Every CTA gets at least one block of keys.
     """
     keys = _seen_keys(problem) // shape.split_keys
     able = [splits for splits in SPLITS if splits <= max(1, min(most, keys))]
@@ -179,20 +178,20 @@ def splits_for(problem: Problem, shape: LaunchShape, sms: int, most: int) -> int
 
 
 def _seen_keys(problem: Problem) -> int:
-    """Keys that some query sees, be it in another window than others."""
+    """Number of keys that at least one query sees."""
     return min(problem.kv_len, problem.q_len + sum(problem.reach))
 
 
 def _packed_tiles(problem: Problem, shape: LaunchShape) -> int:
-    """Tiles of the rows of all query heads that share a K/V head."""
+    """Number of query tiles per K/V head, which pack the rows of all its query heads."""
     return -(-(problem.q_heads // problem.kv_heads * problem.q_len) // shape.tile_q)
 
 
 def grid_for(problem: Problem, shape: LaunchShape, resident_blocks: int = CPU_RESIDENT_BLOCKS) -> tuple[int, int, int]:
-    """Blocks: query tiles, query heads, batch; of a persistent kernel no more than are resident at once.
+    """Grid of a kernel: (query tiles, query heads, batch), or for a persistent kernel at most the resident CTAs.
 
-    Whole clusters, at least one. Of a kernel that splits keys: tiles of packed rows times splits, K/V heads, batch; of
-    one that shares them equally, blocks that all have some, and no more for a tile than it can combine.
+    Whole clusters, at least one. For a split-KV kernel: (packed query tiles · splits, K/V heads, batch). For one that
+    shares keys equally: as many CTAs as have keys, and per tile no more than it can combine.
     """
     cluster = max(1, shape.cluster)
     if shape.tile_blocks:
@@ -215,7 +214,7 @@ def grid_for(problem: Problem, shape: LaunchShape, resident_blocks: int = CPU_RE
 
 
 def resident_blocks(shape: LaunchShape, sms: int, blocks_per_sm: int) -> int:
-    """Blocks of a persistent kernel that are resident at once; `blocks_per_sm`: what an SM has room for."""
+    """Number of resident CTAs of a persistent kernel; `blocks_per_sm` is the occupancy."""
     return sms * max(1, min(blocks_per_sm, shape.sm_blocks or blocks_per_sm))
 
 
@@ -227,10 +226,10 @@ def fitted(
     blocks_per_sm: int | None = None,
     most_splits: int = max(SPLITS),
 ) -> tuple[LaunchShape, tuple[int, int, int]]:
-    """A problem's launch, with the blocks of a cluster chosen where the kernel leaves them to it, and its grid.
+    """Launch shape and grid of a problem, choosing the cluster size of kernels that leave it to the launch.
 
-    `blocks_per_sm` and `most_splits` are what a GPU of so many SMs has room for. On a CPU, where none are given, an SM
-    has as many blocks as the kernel wants.
+    `sms`, `blocks_per_sm` (occupancy) and `most_splits` (maximum cluster size) describe the GPU; the defaults are for a
+    CPU.
     """
     sms = CPU_RESIDENT_BLOCKS if sms is None else sms
     if shape.split_keys and not shape.cluster:
@@ -240,8 +239,8 @@ def fitted(
 
 
 def workspace(shape: LaunchShape, grid: tuple[int, int, int]) -> tuple[int, int]:
-    """32-bit words of the memory behind `AttentionParams.work`, and how many of them, the first, are counters, which
-    are 0 before a launch and after it; the others hold anything."""
+    """Size of `AttentionParams.work` in 32-bit words, and how many of them, from the start, are counters, which are 0
+    before and after a launch; the rest is uninitialised."""
     counters = MAX_SHARES if shape.part_words else WORK_COUNTERS
     words = counters + 2 * grid[0] * shape.part_words
     return words, words if shape.zero_parts else counters

@@ -1,6 +1,6 @@
-"""The caller's arrays and streams: NumPy, torch, CuPy, `__cuda_array_interface__` and DLPack. Nothing is copied.
+"""Zero-copy views of the caller's arrays and streams: NumPy, torch, CuPy, `__cuda_array_interface__` and DLPack.
 
-No library but NumPy is imported unless an array of its own comes.
+Imports no array library but NumPy until one of its arrays is passed.
 """
 
 from __future__ import annotations
@@ -29,50 +29,50 @@ from flashlab.core.problem import BYTES_PER_ELEMENT
 
 HOST = -1
 """`DeviceArray.device` of an array in host memory."""
-_ANYWHERE = "a NumPy array, a torch or CuPy tensor, or anything with DLPack, in host memory or on a CUDA GPU"
-_ON_GPU = "torch or CuPy tensors on a CUDA GPU, or any array there with DLPack or __cuda_array_interface__"
-_ON_HOST = "NumPy arrays, torch CPU tensors or anything with DLPack in host memory"
+_ANYWHERE = "a NumPy array, a torch or CuPy tensor, or any object with DLPack, in host memory or on a CUDA GPU"
+_ON_GPU = "a torch or CuPy tensor on a CUDA GPU, or any object there with DLPack or __cuda_array_interface__"
+_ON_HOST = "a NumPy array, a torch CPU tensor, or any object with DLPack in host memory"
 _BYTES = {"float8_e4m3fn": 1, "float32": 4, "int32": 4}
-"""Of an element, where it has no 16 bits."""
+"""Bytes per element of types that do not have 16 bits."""
 _TYPES = {
     **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "page_table", "lengths"), "int32"),
     **dict.fromkeys(("lse", "q_scale", "k_scale", "v_scale"), "float32"),
 }
-"""Of the elements of a call's arrays, by their names; of the others it is float16 or bfloat16."""
+"""Data types by argument name; all other arrays are float16 or bfloat16."""
 _DLPACK_CPU, _DLPACK_CUDA, _DLPACK_CUDA_MANAGED = 1, 2, 13
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceArray:
-    """A view of somebody else's array."""
+    """A view of an array of another library."""
 
     pointer: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    """In elements."""
+    """In elements, not bytes."""
     dtype: str
-    """`float16`, `bfloat16`, or whatever else its library calls it."""
+    """Name of the data type in its library, e.g. `float16` or `bfloat16`."""
     device: int
     """CUDA device index, or `HOST`."""
     owner: Any
-    """Whatever keeps the memory alive; in host memory a NumPy view of it."""
+    """Object that keeps the memory alive; in host memory, a NumPy view."""
     library: str
     """`torch`, `cupy`, or `other`."""
     readonly: bool = False
 
     @property
     def place(self) -> str:
-        """Where it lies, for people."""
+        """The device, for display."""
         return "host memory" if self.device == HOST else f"GPU {self.device}"
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return _BYTES.get(self.dtype, BYTES_PER_ELEMENT)
 
     @property
     def extent(self) -> tuple[int, int]:
-        """First and one past the last byte that it touches."""
+        """Address range in bytes: first, and one past the last."""
         steps = [stride * (length - 1) for length, stride in zip(self.shape, self.strides, strict=True)]
         low = sum(step for step in steps if step < 0)
         high = sum(step for step in steps if step > 0) + 1
@@ -80,7 +80,7 @@ class DeviceArray:
 
     @property
     def overlaps_itself(self) -> bool:
-        """Whether two elements may share an address: strides, smallest first, must each step over all below."""
+        """Whether two elements may share an address: a stride lies within the extent of the smaller strides."""
         reach = 0
         for stride, length in sorted((abs(s), n) for n, s in zip(self.shape, self.strides, strict=True) if n > 1):
             if stride <= reach:
@@ -90,7 +90,7 @@ class DeviceArray:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides in elements of a C-contiguous array."""
+    """Strides, in elements, of a C-contiguous array."""
     strides: list[int] = []
     step = 1
     for length in reversed(shape):
@@ -100,7 +100,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def library_of(obj: Any) -> str:
-    """`torch`, `cupy` or `other`, without importing either."""
+    """Identify the library of an array, `torch`, `cupy` or `other`, without importing it."""
     kind: Any = type(obj)
     return _library_of(kind)
 
@@ -113,15 +113,15 @@ def _library_of(kind: Any) -> str:
 
 @lru_cache(maxsize=64)
 def _text(named: Any) -> str:
-    """Of a library's element type or layout, of which there are few."""
+    """Cached `str` of a data type or layout."""
     return str(named)
 
 
 def _dlpack_device(obj: Any, name: str, wanted: str) -> int:
-    """The type of the device where an array with DLPack lies.
+    """The DLPack device type of an array.
 
     Raises:
-        DeviceError: it does not say, as one that lies on several.
+        DeviceError: the array reports none, e.g. if it is distributed over devices.
     """
     try:
         return int(obj.__dlpack_device__()[0])
@@ -130,7 +130,7 @@ def _dlpack_device(obj: Any, name: str, wanted: str) -> int:
 
 
 def _memory_of(obj: Any, name: str) -> str | None:
-    """`cpu` or `gpu`, where an array lies; None where that is not said."""
+    """The memory of an array, `cpu` or `gpu`; None if it is not an array."""
     if isinstance(obj, np.ndarray):
         return "cpu"
     library = library_of(obj)
@@ -152,10 +152,10 @@ def _no_array(obj: Any, name: str, works: str, module: str) -> DeviceError:
 
 
 def refuse_gradients(**arrays: Any) -> None:
-    """Refuse a torch tensor that wants a gradient, or has a tangent of forward mode, by its name.
+    """Check that no torch tensor requires gradients or carries a forward-mode tangent.
 
     Raises:
-        InputError: there is one.
+        InputError: one does; the message names it.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -166,19 +166,18 @@ def refuse_gradients(**arrays: Any) -> None:
             continue
         if array.requires_grad and torch.is_grad_enabled():
             raise InputError(
-                f"{name}: wanted a tensor that needs no gradient, got requires_grad=True: there is no backward pass, "
-                "and the gradient would silently be lost. Under `torch.no_grad()`, or with "
-                f"`{name}.detach()`, it works."
+                f"{name}: wanted a tensor that needs no gradient, got requires_grad=True: there is no backward "
+                f"pass, and the gradient would silently be lost. `torch.no_grad()` or `{name}.detach()` works."
             )
         if forward._current_level >= 0 and forward.unpack_dual(array).tangent is not None:
             raise InputError(
-                f"{name}: wanted a tensor that needs no gradient, got one with a tangent of forward mode (jvp), which "
+                f"{name}: wanted a tensor that needs no gradient, got one with a forward-mode tangent (jvp), which "
                 f"would silently be lost. `torch.autograd.forward_ad.unpack_dual({name}).primal` works."
             )
 
 
 def mark_written(*given: Any) -> None:
-    """Mark torch tensors among these as written to, for autograd, as torch's own operations do."""
+    """Bump the autograd version of the torch tensors among these, as torch's in-place operations do."""
     torch = sys.modules.get("torch")
     for array in given:
         if torch is not None and isinstance(array, torch.Tensor):
@@ -186,7 +185,7 @@ def mark_written(*given: Any) -> None:
 
 
 def _has_memory(tensor: Any) -> bool:
-    """Whether a torch tensor has memory of its own, as fake ones and those that torch.func wraps have not."""
+    """Whether a torch tensor has memory; fake tensors and wrappers of torch.func do not."""
     try:
         return bool(tensor.untyped_storage().device.type != "meta")
     except RuntimeError:
@@ -194,19 +193,17 @@ def _has_memory(tensor: Any) -> bool:
 
 
 def _refuse_no_strides(tensor: Any, name: str, wanted: str) -> None:
-    """Refuse a torch tensor whose numbers do not lie in memory with strides, as they are: DeviceError."""
+    """Raise `DeviceError` for a torch tensor that is not plain strided memory."""
     if tensor.is_nested:
-        got = (
-            "a nested tensor. `flashlab.varlen_attention` takes sequences of lengths of their own, packed in one tensor"
-        )
+        got = "a nested tensor. `flashlab.varlen_attention` takes packed sequences of different lengths"
     elif tensor.device.type == "meta":
-        got = "a torch tensor on meta, which holds no numbers. One in host memory or on a GPU works"
+        got = "a torch tensor on meta, which has no data. One in host memory or on a GPU works"
     elif _text(tensor.layout) != "torch.strided":
-        got = f"a torch tensor with layout {tensor.layout}. `{name}.to_dense()` makes one with strides"
+        got = f"a torch tensor with layout {tensor.layout}. `{name}.to_dense()` works"
     elif tensor.is_neg():
-        got = f"a torch tensor whose memory has its numbers with the other sign. `{name}.resolve_neg()` makes one"
+        got = f"a torch tensor with the negative bit set. `{name}.resolve_neg()` works"
     elif tensor._is_zerotensor():
-        got = f"a torch tensor of zeros without memory. `{name}.clone()` makes one"
+        got = f"a torch tensor of zeros without memory. `{name}.clone()` works"
     elif not _has_memory(tensor):
         got = (
             "a torch tensor without memory, as under torch.compile and torch.vmap. The operators of `flashlab.torch` "
@@ -221,10 +218,10 @@ def _refuse_no_strides(tensor: Any, name: str, wanted: str) -> None:
 
 
 def stream_handle(stream: Any) -> int:
-    """The CUstream of an integer, a torch, CuPy or cuda.core stream, or anything with `__cuda_stream__`.
+    """The CUstream handle of an integer, a torch, CuPy or cuda.core stream, or any object with `__cuda_stream__`.
 
     Raises:
-        ParameterError: it is none of them.
+        ParameterError: the object is not a stream.
     """
     if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
         return stream
@@ -242,7 +239,7 @@ def stream_handle(stream: Any) -> int:
 
 
 def current_stream(library: str, device: int) -> int:
-    """The caller's current stream on a device: torch's or CuPy's own, the default stream for any other library."""
+    """The handle of the current stream of torch or CuPy on a device; 0, the default stream, for other libraries."""
     if library == "torch":
         torch = sys.modules["torch"]
         raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # what torch's own generated code asks
@@ -253,15 +250,14 @@ def current_stream(library: str, device: int) -> int:
 
 
 def on_device(obj: Any, name: str, stream: int | None = None) -> DeviceArray:
-    """A view of a torch tensor, a CuPy array, or any DLPack or `__cuda_array_interface__` object on a GPU.
+    """View a torch tensor, a CuPy array, or any DLPack or `__cuda_array_interface__` object on a GPU.
 
-    `name` is what errors call it. `stream` is where it will be used: a DLPack or interface producer orders its work
-    before that stream; torch and CuPy arrays are taken as their libraries' streams leave them. An interface must be of
-    version 3, which can name a stream.
+    `name` is used in errors. `stream` is the consumer: producers with DLPack or the interface (version 3, which names a
+    stream) order their work before it. Torch and CuPy arrays are ordered by the caller.
 
     Raises:
-        DeviceError: it is no array, or not on a CUDA GPU.
-        DTypeError: its element type cannot be expressed.
+        DeviceError: the object is not an array, or not on a CUDA GPU.
+        DTypeError: the data type is unsupported.
     """
     library = library_of(obj)
     if library == "torch" and hasattr(obj, "data_ptr"):
@@ -310,7 +306,7 @@ def _through_protocol(obj: Any, name: str, stream: int | None) -> DeviceArray:
         device_type = _dlpack_device(obj, name, _ON_GPU)
         if device_type not in (_DLPACK_CUDA, _DLPACK_CUDA_MANAGED):
             raise DeviceError(f"{name}: wanted {_ON_GPU}, got {kind} on DLPack device type {device_type}")
-    # DLPack names the legacy default stream 1, and forbids 0 as ambiguous; -1 asks for no ordering.
+    # In DLPack, the legacy default stream is 1, 0 is invalid, and -1 requests no ordering.
     consumer = -1 if stream is None else stream or 1
     try:
         if hasattr(obj, "__dlpack__"):
@@ -319,9 +315,7 @@ def _through_protocol(obj: Any, name: str, stream: int | None) -> DeviceArray:
             view = StridedMemoryView.from_cuda_array_interface(obj, consumer)
         dtype = view.dtype
     except NotImplementedError as error:
-        raise DTypeError(
-            f"{name}: wanted float16 or bfloat16, got an element type that cannot be read: {error}"
-        ) from error
+        raise DTypeError(f"{name}: wanted float16 or bfloat16, got an unsupported data type: {error}") from error
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise DeviceError(f"{name}: wanted {_ON_GPU}, got {kind}: {error}") from error
     if not view.is_device_accessible or view.device_id < 0:
@@ -341,12 +335,12 @@ def _through_protocol(obj: Any, name: str, stream: int | None) -> DeviceArray:
 
 @contextmanager
 def torch_stream(stream: int, device: Any) -> Iterator[None]:
-    """Make a stream torch's current one on a device of torch's, or its index."""
+    """Make a stream the current one of torch, on a torch device or device index."""
     cuda = importlib.import_module("torch").cuda
     if cuda.current_stream(device).cuda_stream == stream:
         yield
         return
-    # To ExternalStream, 0 is not the default stream but the wish for a new one.
+    # ExternalStream(0) would create a new stream instead of using the default one.
     theirs = cuda.ExternalStream(stream, device) if stream else cuda.default_stream(device)
     with cuda.stream(theirs):
         yield
@@ -354,14 +348,14 @@ def torch_stream(stream: int, device: Any) -> Iterator[None]:
 
 @contextmanager
 def _current(stream: int, like: Any) -> Iterator[None]:
-    """Make the caller's stream the current one of the library of `like`, on its device."""
+    """Make a stream the current one of the library of `like`, on its device."""
     if library_of(like) == "torch":
         with torch_stream(stream, like.device):
             yield
         return
     with like.device:
-        # ExternalStream is deprecated for Stream.from_external, but what that returns destroys the stream when it is
-        # collected, and this one is the caller's.
+        # ExternalStream is deprecated in favour of Stream.from_external, whose result destroys the stream when
+        # collected, but this stream belongs to the caller.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
             theirs = importlib.import_module("cupy").cuda.ExternalStream(stream)
@@ -370,12 +364,12 @@ def _current(stream: int, like: Any) -> Iterator[None]:
 
 
 class TorchCopies:
-    """What torch makes of arrays on a GPU, kept, and made anew in place where a torch tensor was written to since."""
+    """Tensors derived from GPU arrays with torch, updated in place when a source tensor has been written."""
 
     def __init__(self, arrays: Mapping[str, Any], make: Callable[[Any], tuple[Any, ...]], stream: int) -> None:
-        """`make`: from an array, as a torch tensor, to the tensors made of it, whose shapes stay the same.
+        """`make` maps an array, as a torch tensor, to its derived tensors, whose shapes must not change.
 
-        It is done on `stream`, where they are read: no other would be waited for, and their memory is that stream's.
+        It runs on `stream`, on which the tensors are read, so that no synchronisation is needed.
         """
         torch = importlib.import_module("torch")
         self._sources = {name: x if torch.is_tensor(x) else torch.from_dlpack(x) for name, x in arrays.items()}
@@ -388,11 +382,11 @@ class TorchCopies:
         return torch_stream(self._stream, next(iter(self._sources.values())).device)
 
     def _seen(self) -> list[int | None]:
-        """How often each was written to; None of a tensor of inference mode, which does not say."""
+        """Version counter of each source; None for inference tensors, which have none."""
         return [None if source.is_inference() else source._version for source in self._sources.values()]
 
     def refresh(self) -> None:
-        """Make them anew if need be."""
+        """Update the derived tensors if a source may have changed."""
         if None not in self._versions and self._versions == self._seen():
             return
         self._versions = self._seen()
@@ -402,7 +396,7 @@ class TorchCopies:
                     old.copy_(new)
 
     def before(self, launch: Callable[[], None], *needs: Any) -> Callable[[], None]:
-        """A launch that finds them as the arrays are; what it `needs` lives as long as it."""
+        """Wrap a launch to refresh the tensors first; it keeps `needs` alive."""
 
         def refreshed(_: Any = needs) -> None:
             self.refresh()
@@ -415,19 +409,19 @@ class TorchCopies:
 
 
 def on_host(obj: Any, name: str) -> DeviceArray:
-    """A view of an array in host memory.
+    """View an array in host memory; `name` is used in errors.
 
     Raises:
-        DeviceError: it is no array, or on a GPU.
-        DTypeError, LayoutError: NumPy cannot read its elements, or its strides.
+        DeviceError: the object is not an array, or is on a GPU.
+        DTypeError, LayoutError: NumPy does not support its data type or strides.
     """
     if library_of(obj) == "torch" and hasattr(obj, "is_nested"):
         _refuse_no_strides(obj, name, _ON_HOST)
     if _memory_of(obj, name) == "gpu":
         raise DeviceError(
             f"{name}: wanted {_ON_HOST} for a run on the CPU, got {type(obj).__name__} on a GPU. "
-            f"`{name}.cpu()` (torch) or `cupy.asnumpy({name})` brings it here; without device='cpu', arrays on a GPU "
-            "run there."
+            f"`{name}.cpu()` (torch) or `cupy.asnumpy({name})` copies it; without device='cpu', arrays on a GPU run "
+            "there."
         )
     if not hasattr(obj, "__dlpack__"):
         raise _no_array(obj, name, _ON_HOST, "numpy")
@@ -439,7 +433,7 @@ def on_host(obj: Any, name: str) -> DeviceArray:
         elif library == "torch":
             torch = importlib.import_module("torch")
             dtype = str(obj.dtype).removeprefix("torch.")
-            # NumPy has none of these types: the bits pass as integers.
+            # NumPy lacks these types: pass the bits as integers.
             bits = torch.int16 if dtype == "bfloat16" else torch.uint8 if dtype.startswith("float8") else None
             array = (obj.detach() if bits is None else obj.detach().view(bits)).numpy()
         else:
@@ -447,11 +441,11 @@ def on_host(obj: Any, name: str) -> DeviceArray:
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise DTypeError(
             f"{name}: wanted {_ON_HOST}, of float16 or bfloat16, got {type(obj).__name__}, which NumPy cannot read: "
-            f"{error}. `numpy.asarray` of it, with ml_dtypes.bfloat16 as the type where it is bfloat16, works."
+            f"{error}. `numpy.asarray` of it works, for bfloat16 with dtype ml_dtypes.bfloat16."
         ) from error
     if isinstance(array, np.ma.MaskedArray):
         raise DTypeError(
-            f"{name}: wanted {_ON_HOST}, got a masked array, whose mask no kernel reads. `{name}.filled()` works."
+            f"{name}: wanted {_ON_HOST}, got a masked array, whose mask would be ignored. `{name}.filled()` works."
         )
     if not array.dtype.isnative:
         raise DTypeError(
@@ -480,33 +474,33 @@ def on_host(obj: Any, name: str) -> DeviceArray:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the arrays of a call are: host memory, or a GPU and the stream that the call is enqueued on."""
+    """Where a call runs: host memory, or a GPU and the stream on which the call is enqueued."""
 
     like: Any
-    """The caller's Q, whose library makes new arrays."""
+    """The caller's Q, whose library allocates new arrays."""
     stream: int | None
     """None in host memory."""
 
     def view(self, array: Any, name: str) -> DeviceArray:
-        """A view of an array that must lie there.
+        """View an array, which must be there.
 
         Raises:
-            DeviceError, DTypeError, LayoutError: as `on_host` and `on_device` say.
+            DeviceError, DTypeError, LayoutError: as `on_host` and `on_device` do.
         """
         return on_host(array, name) if self.stream is None else on_device(array, name, self.stream)
 
     def enqueued(self) -> AbstractContextManager[None]:
-        """In it, what the caller's library does is enqueued on the call's stream: it is ordered before the kernel, and
-        memory that is allocated is handed on when that stream is done with it."""
+        """Context in which the caller's library uses the call's stream: its work is ordered before the kernel, and its
+        allocations are reused only after that stream has finished with them."""
         if self.stream is None or library_of(self.like) == "other":
             return nullcontext()
         return _current(self.stream, self.like)
 
     def empty(self, shape: tuple[int, ...], dtype: str) -> Any:
-        """A new array there, of the caller's library; in host memory NumPy's where it is neither that nor torch.
+        """Allocate an array there: of the caller's library, or of NumPy in host memory unless that is torch.
 
         Raises:
-            ParameterError: on a GPU, of neither torch nor CuPy.
+            ParameterError: on a GPU, the library is neither torch nor CuPy.
         """
         library = library_of(self.like)
         if library == "torch":
@@ -519,19 +513,19 @@ class Place:
             with _current(self.stream, self.like):  # CuPy's pool hands memory back to the stream that allocated it
                 return cupy.empty(shape, dtype=self.like.dtype if self.like.dtype.name == dtype else dtype)
         raise ParameterError(
-            "out and return_lse: wanted torch or CuPy arrays, whose library can make a new one, got "
+            "out and return_lse: wanted torch or CuPy arrays, whose library can allocate outputs, got "
             f"{type(self.like).__name__}. Pass `out=`, and leave return_lse False."
         )
 
 
 def place_of(q: Any, stream: Any | None, device: str | None = None, name: str = "q") -> Place:
-    """Where Q is, or `device`, `cpu` or `gpu`; without a stream, the current one of its library.
+    """Determine where a call runs: on `device`, `cpu` or `gpu`, by default that of Q, and on the current stream.
 
-    `name` is what errors call it.
+    `name` is the name of Q in errors.
 
     Raises:
-        ParameterError: a stream for a run on the CPU, none that can be read, or no such device.
-        DeviceError, DTypeError: Q is no array.
+        ParameterError: `stream` or `device` is invalid, or a stream was given for the CPU.
+        DeviceError, DTypeError: Q is not an array.
     """
     devices = {"cpu": "cpu", "gpu": "gpu", "cuda": "gpu"}
     if device is not None and (not isinstance(device, str) or device not in devices):
@@ -546,6 +540,6 @@ def place_of(q: Any, stream: Any | None, device: str | None = None, name: str = 
     if stream is not None:
         return Place(q, stream_handle(stream))
     library = library_of(q)
-    # Only torch and CuPy have a current stream, which depends on the device; any other library's arrays are ordered
-    # before the default stream.
+    # Only torch and CuPy have a current stream, per device; arrays of other libraries are ordered before the default
+    # stream.
     return Place(q, 0 if library == "other" else current_stream(library, on_device(q, name).device))

@@ -1,12 +1,12 @@
-"""The public call: `attention(q, k, v)` on the caller's arrays and stream, by the stage that suits the problem.
+"""The public calls `attention`, `prepare` and `emulate`, on the caller's arrays and stream.
 
-plan.py checks the arguments and chooses the stage; `prepare` compiles and loads what a plan needs and gives a callable
-that only enqueues, which is what gets timed. Arrays in host memory run on the CPU: `emulate`, which also says what the
-kernel did wrong.
+plan.py validates the arguments and selects the stage; `prepare` compiles and loads the kernel and returns a callable
+that only enqueues it, which is what gets timed. Arrays in host memory run on the CPU through `emulate`, which also
+reports what the kernel did wrong.
 
-All that does not depend on addresses (the checks, the choice, the machine code, the grid, the strides) is done once for
-a layout and kept (recipes.py). `prepare` asks the file system at each call whether a recipe's sources are what they
-were; a call of `attention` like an earlier one, on torch tensors, does so once in a second.
+Everything that does not depend on addresses (validation, selection, machine code, grid, strides) is computed once per
+layout and cached (recipes.py). `prepare` checks on every call whether the sources of a cached recipe changed;
+`attention` on torch tensors with a cached layout checks at most once per second.
 """
 
 from __future__ import annotations
@@ -49,29 +49,29 @@ from flashlab.run.recipes import Recipe
 if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin, LaunchShape
 
-with suppress(ImportError):  # not installed: gpu.py says so where a GPU is asked for
-    # Tens of milliseconds, which a process's first call would take otherwise. No driver is loaded yet.
+with suppress(ImportError):  # gpu.py reports a missing package when a GPU is used
+    # Takes tens of milliseconds, which the first call would pay otherwise. Loads no driver.
     importlib.import_module("cuda.bindings.driver")
 
 _ASSUMED_FLOPS_PER_S = 1e9
-"""What a core is taken to do; stages differ by ten times."""
+"""Assumed emulation speed per core; stages differ by a factor of ten."""
 _HOOKS_COST = 8.0
-"""How many times longer a kernel is taken to run with hooks."""
+"""Assumed slowdown of a kernel with hooks."""
 _CLEARLY = 4.0
-"""So many times over its limit by these assumptions, a problem is refused."""
+"""A problem is refused if its estimated time exceeds the limit by this factor."""
 _NAN = 0x7FFFFFFF
-"""The bits of a NaN: what a workspace on a CPU holds before a kernel writes there."""
+"""Bits of a NaN, with which a workspace on the CPU is filled before the launch."""
 
 
 def _runner(stage: Stage) -> Any:
-    """The module of `Stage.runner`; None where the core launches the stage by itself.
+    """Import the module named by `Stage.runner`; None for a stage that needs no runner.
 
-    It has one or more of these:
+    A runner has one or more of these:
 
-    - `passes(recipe, views, params, stream)`: what enqueues the stage's kernel among others on a GPU. `views` are Q, K,
-      V and O, and `params` is what a kernel gets that the core launches.
-    - `emulated_passes(call)`: the arguments of an `EmulatedCall`, in place of its own.
-    - `interpreted` and `interpret` run the stage on a CPU where the emulator cannot.
+    - `passes(recipe, views, params, stream)`: return the function that enqueues all kernels of the stage on a GPU.
+      `views` are Q, K, V and O, and `params` is the first argument of a kernel launched without a runner.
+    - `emulated_passes(call)`: return the kernel arguments of an `EmulatedCall`, in place of the default ones.
+    - `interpreted` and `interpret`: run the stage on a CPU if the emulator cannot.
     """
     return None if stage.runner is None else importlib.import_module(stage.runner)
 
@@ -81,10 +81,10 @@ def _runner(stage: Stage) -> Any:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prepared:
-    """A validated, compiled, loaded call: calling it enqueues the kernel and returns at once.
+    """A validated, compiled and loaded call; calling it enqueues the kernel and returns immediately.
 
-    Holds its arrays; `out` and `lse` are the caller's library's. Calls are ordered by the stream, and share the
-    counters of a persistent kernel.
+    Keeps its arrays alive; `out` and `lse` are arrays of the caller's library. Calls run in order on the stream, and
+    share the tile-scheduler counters of a persistent kernel.
     """
 
     recipe: Recipe
@@ -92,64 +92,64 @@ class Prepared:
     lse: Any
     launch: Callable[[], None]
     keep: tuple[Any, ...]
-    """What must live as long as this."""
+    """Objects that must outlive the call."""
     counted: gpu.Zeroed | None
-    """The counters behind `fallbacks`."""
+    """Device counters read by `fallbacks`."""
 
     @property
     def plan(self) -> Plan:
-        """The problem, the stage and why it is slow, where it is."""
+        """The problem, the stage, and why the slow path is taken, if it is."""
         return self.recipe.plan
 
     @property
     def cubin(self) -> Cubin:
-        """The machine code."""
+        """The compiled machine code."""
         return self.recipe.code.cubin
 
     @property
     def launch_shape(self) -> LaunchShape:
-        """Threads, shared memory and tiles of the kernel."""
+        """Threads, shared memory and tile sizes of the kernel."""
         return self.recipe.shape
 
     def __call__(self) -> None:
-        """Enqueue once. The device's context must be current (torch and CuPy see to it on their current device)."""
+        """Enqueue the kernel once. The device's context must be current, as torch and CuPy ensure for their device."""
         self.launch()
 
     def fallbacks(self) -> Fallbacks | None:
-        """What all calls so far counted, once they are done; None where `prepare` was not asked to count."""
+        """Wait for all calls and return their total counts; None unless `prepare` had `count_fallbacks`."""
         return None if self.counted is None else Fallbacks(*memoryview(self.counted.read()).cast("I"))
 
     def blocks_per_sm(self) -> int:
-        """Blocks resident on an SM."""
+        """Resident blocks per SM."""
         return gpu.blocks_per_sm(self.recipe.code.function, self.launch_shape.threads, self.launch_shape.smem_bytes)
 
     def __reduce__(self) -> NoReturn:
-        """Refuse what `copy` and `pickle` ask for: the launch is of these arrays, this process and this GPU."""
+        """Refuse `copy` and `pickle`: the launch is bound to its arrays, process and GPU."""
         raise InputError(
-            "a prepared call can be neither copied nor pickled, because it launches loaded machine code on the "
-            "addresses of its arrays. Calling `flashlab.prepare` with the copied arrays works."
+            "a prepared call can be neither copied nor pickled, because it is bound to the addresses of its arrays "
+            "and to loaded machine code. Calling `flashlab.prepare` with the copied arrays works."
         )
 
 
 def _recipe(
     inputs: Mapping[str, DeviceArray], out: DeviceArray | None, how: Mapping[str, Any], code: Mapping[str, Any]
 ) -> Recipe:
-    """What `prepare` needs for arrays of that layout, made at the first such call.
+    """Return the recipe for arrays of this layout, creating it on the first call.
 
-    `how` is what `plan` takes of the caller's options, and `code` what the compiler does; its overrides are items.
+    `how` are the options of `plan`, and `code` those of the compiler; its overrides are (name, value) pairs.
 
     Raises:
-        What `plan` raises, and what compiling and loading do.
+        FlashlabError: as `plan`, compiling and loading raise.
     """
     device = gpu.info(inputs["q"].device)
-    # 1, 1.0 and True are one key, and one of them is no scale.
+    # Types are part of the key: 1, 1.0 and True are equal, but True is not a valid scale.
     asked = (*how.values(), *map(type, how.values()), *code.values())
     key = (*map(recipes.layout, (*inputs.values(), out)), asked, device.slug)
     try:
         kept = recipes.by_layout.get(key)
-    except TypeError:  # an option that cannot be part of a key is one that `plan` refuses
+    except TypeError:  # `plan` refuses every unhashable option
         kept = None
-    if kept is not None and kept.stands():
+    if kept is not None and kept.is_current():
         if out is not None:
             refuse_overlap("out", out, inputs)
         return kept
@@ -177,7 +177,7 @@ def _make_recipe(
         compiler.Job.of(stage, problem, arch=arch, aligned=planned.aligned, **asked), planned.device
     )
     q = inputs["q"]
-    # A new output is contiguous.
+    # A newly allocated output is contiguous.
     views = _views(inputs, out or replace(q, strides=arrays.contiguous_strides(q.shape)))
     tensors = _by_head(views)
     params = params_for(problem, planned.scale, tensors)
@@ -194,12 +194,12 @@ def _make_recipe(
 
 
 def _views(inputs: Mapping[str, DeviceArray], out: DeviceArray) -> dict[str, DeviceArray]:
-    """By the names of a kernel's parameters, in the order in which a recipe takes their addresses."""
+    """Name the arrays as kernel parameters, in the order in which a recipe takes their addresses."""
     return {name.upper() if len(name) == 1 else name: view for name, view in inputs.items()} | {"O": out}
 
 
 def _by_head(views: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:
-    """Q, K, V and O as kernels see them: (batch, heads, length, head_dim)."""
+    """Q, K, V and O as (batch, heads, length, head_dim)."""
     return {
         name: by_head(view, name) if "cu_seqlens_q" in views else view for name, view in views.items() if name in "QKVO"
     }
@@ -207,11 +207,11 @@ def _by_head(views: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:
 
 @lru_cache(maxsize=16)
 def _warn_of_kin(slug: str, arch: str) -> None:
-    """Log, once a process, that another GPU's records choose the stages here."""
+    """Log once per process that stages are selected by the records of another GPU."""
     table = choice.table_for(slug, arch)
     if table is not None and table.gpu != slug:
         logging.getLogger(__name__).warning(
-            "%s has no table of choices of its own: stages are chosen by that of %s, its nearest kin. `flashlab tune` "
+            "%s has no table of choices: stages are selected by the table of %s, the most similar GPU. `flashlab tune` "
             "and `flashlab tuned` make one.",
             slug,
             table.gpu,
@@ -238,38 +238,38 @@ def prepare(
     count_fallbacks: bool = False,
     sequences: Sequences | None = None,
 ) -> Prepared:
-    """`attention` on a GPU, validated, compiled and loaded, but not launched: for repeated calls and for timing.
+    """Validate, compile and load an `attention` call on a GPU without launching it, for repeated calls and timing.
 
-    Calling what this returns enqueues the kernel once and returns at once; it reads and writes the same memory at each
-    call, on the stream that was fixed here. The device's context must be current, as torch and CuPy keep it for their
-    current device. Two threads may call two of them at once, and one of them one after the other.
+    Calling the result enqueues the kernel once and returns immediately; every call uses the same memory and the stream
+    fixed here. The device's context must be current, as torch and CuPy ensure for their current device. Different
+    results may be called from different threads concurrently; calls of one result must be serialised.
 
     Args:
-        q: as `attention` takes it, on a GPU.
-        k: likewise.
-        v: likewise.
-        causal: as `attention` takes it, like the eight after it.
-        window: keys that a query sees beside its own.
-        softcap: what scores are bounded by.
-        scale: what scores are multiplied by.
-        stage: a stage's id, or None.
-        out: where to write the output, or None.
-        return_lse: whether to make an array for the log-sum-exp.
-        stream: the stream to enqueue on, or None.
-        params: values of the stage's tunables.
-        lse: where to write the log-sum-exp, contiguous float32 (batch, q_heads, q_len); a new array where None and
+        q: (batch, q_heads, q_len, head_dim), as in `attention`, on a GPU.
+        k: (batch, kv_heads, kv_len, head_dim), as in `attention`, on the device of q.
+        v: like `k`.
+        causal: whether to apply a causal mask, as in `attention`.
+        window: sliding window, as in `attention`.
+        softcap: soft cap on scores, softcap · tanh(score / softcap); 0 disables it.
+        scale: factor on the scores; default: 1/sqrt(head_dim).
+        stage: stage id; default: as in `attention`.
+        out: output array, like `q`; default: a new contiguous array.
+        return_lse: whether to allocate an array for the log-sum-exp.
+        stream: stream to enqueue on; default: the current stream of the library of q.
+        params: tunables of the stage, by name, as in `attention`.
+        lse: output array for the log-sum-exp, contiguous float32 (batch, q_heads, q_len); default: a new array if
             `return_lse`.
-        source: an edited copy of the stage's file, compiled in place of it.
-        may_spill: let registers spill where the stage forbids it.
-        count_fallbacks: make the calls count how often the kernel fell back (`Prepared.fallbacks`).
-        sequences: of `varlen_attention`, whose arrays the others then are.
+        source: path of an edited copy of the stage's source, compiled instead of it.
+        may_spill: whether registers may spill even if the stage forbids it.
+        count_fallbacks: whether to count how often the kernel leaves its fast path (`Prepared.fallbacks`).
+        sequences: packed sequences; q, k, v, out and lse then have the shapes of `varlen_attention`.
 
     Returns:
-        A callable that holds its arrays; `out` and `lse` are the output and, where asked for, the log-sum-exp, of the
-        caller's library; `plan.stage` is the stage, `cubin.parameters` its tunables.
+        A callable that keeps its arrays alive. `out` and `lse` are the outputs, arrays of the caller's library;
+        `plan.stage` is the stage and `cubin.parameters` its tunables.
 
     Raises:
-        FlashlabError: what `attention` raises.
+        FlashlabError: as `attention` does.
     """
     gpu.require()
     arrays.refuse_gradients(q=q, k=k, v=v, out=out, lse=lse)
@@ -299,10 +299,10 @@ def prepare(
 
 
 def _named(sequences: Sequences | None) -> dict[str, Any]:
-    """The arrays among what a call is asked for.
+    """The cumulative lengths of `sequences`, by argument name; empty for None.
 
     Raises:
-        ParameterError: it is asked for something else.
+        ParameterError: `sequences` is neither None nor `Sequences`.
     """
     if not isinstance(sequences, Sequences | None):
         raise ParameterError(
@@ -314,10 +314,10 @@ def _named(sequences: Sequences | None) -> dict[str, Any]:
 
 
 def _file(source: Any) -> Path | None:
-    """The file to compile in place of the stage's.
+    """The path of the source to compile instead of the stage's; None for None.
 
     Raises:
-        ParameterError: it is no path.
+        ParameterError: `source` is not a path.
     """
     if not isinstance(source, str | Path | None):
         raise ParameterError(f"source: wanted the path of an edited copy of the stage's file, got {source!r}")
@@ -327,7 +327,7 @@ def _file(source: Any) -> Path | None:
 def _launch(
     recipe: Recipe, views: Mapping[str, DeviceArray], others: tuple[int, int, int], stream: int
 ) -> Callable[[], None]:
-    """`others`: the addresses of the log-sum-exp, of the tile scheduler's counters and of the fallbacks', or 0."""
+    """Build the launch. `others`: addresses of the log-sum-exp, tile-scheduler counters and fallback counters, or 0."""
     planned, addresses = recipe.plan, [*(view.pointer for view in views.values()), *others]
     runner = _runner(planned.stage)
     if hasattr(runner, "passes"):
@@ -342,19 +342,19 @@ def _launch(
 
 @dataclass(frozen=True, kw_only=True)
 class Emulation:
-    """What a call on the CPU gave."""
+    """Result of a call on the CPU."""
 
     out: Any
-    """Of the caller's library."""
+    """The output, an array of the caller's library."""
     lse: Any
-    """The log-sum-exp, float32 (batch, q_heads, q_len), or (q_heads, total_q) of packed sequences, of the caller's
-    library; None where none was asked for."""
+    """The log-sum-exp, float32 (batch, q_heads, q_len), or (q_heads, total_q) for packed sequences, an array of the
+    caller's library; None if not requested."""
     report: emulator.Report
-    """Findings and counters where `races` were looked for, and what the kernel printed."""
+    """The kernel's printed output, and findings and counters if `races` was set."""
     kernel: emulator.Emulated
     plan: Plan
     fallbacks: Fallbacks | None = None
-    """None where it was not asked to count."""
+    """None unless `count_fallbacks` was set."""
 
 
 def emulate(
@@ -381,41 +381,45 @@ def emulate(
     count_fallbacks: bool = False,
     sequences: Sequences | None = None,
 ) -> Emulation:
-    """`attention` on the CPU: the stage's own file, thread for thread, in a worker process.
+    """Run an `attention` call on the CPU: the stage's own source, emulated thread by thread in a worker process.
 
     Args:
-        q: as `attention` takes it, in host memory.
-        k: likewise.
-        v: likewise.
-        causal: as `attention` takes it, like the six after it.
-        window: keys that a query sees beside its own.
-        softcap: what scores are bounded by.
-        scale: what scores are multiplied by.
-        stage: a stage's id, or None.
-        out: where to write the output, or None.
-        params: values of the stage's tunables.
-        lse: where to write the log-sum-exp; a new array where None and `return_lse`.
-        return_lse: False: the kernel is not asked for it, unless `lse` is given.
-        source: compile an edited copy of the stage's file instead, by its path.
-        schedule: `ascending`, `descending` or `seeded:N`: the order in which warps take their turns.
-        races: look for races, uninitialised reads and accesses out of bounds, and count bank conflicts and sectors:
-            the report's `findings` and `counters`. Many times slower.
-        timeout_s: how long it may take: refused beforehand where it would clearly take longer, stopped when it does.
-            None for as long as it takes.
-        threads: operating-system threads; one for each core where None.
-        cancel: set from another thread, it stops the run as Ctrl-C does.
-        surroundings: for `q`, `k`, `v`, `out` or `lse`, the contiguous NumPy array that it is a view into, which the
-            kernel then finds around it and may damage.
-        count_fallbacks: the kernel counts how often it left its fast path.
-        sequences: of `varlen_attention`, whose arrays the others then are. How long they take is not asked beforehand.
+        q: (batch, q_heads, q_len, head_dim), as in `attention`, in host memory.
+        k: (batch, kv_heads, kv_len, head_dim), as in `attention`, in host memory.
+        v: like `k`.
+        causal: whether to apply a causal mask, as in `attention`.
+        window: sliding window, as in `attention`.
+        softcap: soft cap on scores, softcap · tanh(score / softcap); 0 disables it.
+        scale: factor on the scores; default: 1/sqrt(head_dim).
+        stage: stage id; default: the last rung of the ladder that supports the problem.
+        out: output array, like `q`; default: a new contiguous array.
+        params: tunables of the stage, by name; default: those of the stage.
+        lse: output array for the log-sum-exp; default: a new array if `return_lse`.
+        return_lse: whether to compute the log-sum-exp; implied by `lse`.
+        source: path of an edited copy of the stage's source, compiled instead of it.
+        schedule: order in which warps run: `ascending`, `descending` or `seeded:N`.
+        races: whether to detect races, uninitialised reads and out-of-bounds accesses, and to count bank conflicts and
+            sectors, as `findings` and `counters` of the report. Many times slower.
+        timeout_s: time limit in seconds. A call estimated to exceed it clearly is refused in advance, and a run that
+            exceeds it is stopped. None: no limit.
+        threads: number of operating-system threads; default: one per core.
+        cancel: event that stops the run, like Ctrl-C, when set from another thread.
+        surroundings: for some of `q`, `k`, `v`, `out` and `lse`, the contiguous NumPy array that it is a view of; the
+            kernel can then access, and damage, the memory around it.
+        count_fallbacks: whether to count how often the kernel leaves its fast path.
+        sequences: packed sequences; q, k, v, out and lse then have the shapes of `varlen_attention`. Their time is not
+            estimated in advance.
+
+    Returns:
+        The outputs and the emulator's report.
 
     Raises:
-        FlashlabError: what `attention` raises of bad input.
-        TooLargeError: it would clearly take longer than `timeout_s`.
-        EmulationError: the run failed, or took longer.
-        CompileError: the stage's file does not compile.
+        FlashlabError: invalid input, as in `attention`.
+        TooLargeError: the call would clearly exceed `timeout_s`.
+        EmulationError: the run failed or timed out.
+        CompileError: the stage's source does not compile.
         MissingPackageError: there is no C++ compiler.
-        KeyboardInterrupt: Ctrl-C, or `cancel`; the worker is gone.
+        KeyboardInterrupt: Ctrl-C or `cancel`; the worker has ended.
     """
     emulator.schedule_item(schedule)
     emulator.check_limits(timeout_s, threads)
@@ -458,7 +462,7 @@ _SURROUNDED = ("q", "k", "v", "out", "lse")
 
 
 def _check_surroundings(given: Any) -> None:
-    """Raises `ParameterError` where it is not None, nor NumPy arrays by the names of those that are views into them."""
+    """Raise `ParameterError` unless `given` is None or maps argument names to NumPy arrays."""
     named = dict(given) if isinstance(given, Mapping) else {"": given}
     if given is not None and not all(name in _SURROUNDED and isinstance(x, np.ndarray) for name, x in named.items()):
         got = ", ".join(f"{type(x).__name__}{name and f' for {name}'}" for name, x in named.items())
@@ -485,10 +489,10 @@ def _workspace_on_cpu(words: int, counters: int) -> Any:
 
 
 class EmulatedCall:
-    """The arguments of a kernel on the CPU, ready to be launched.
+    """A kernel on the CPU with its arguments, ready to launch.
 
-    `passes` makes them where they are others than `params_for` and `tile_maps` say, from this call; a runner's
-    `emulated_passes` stands in its place where there is one. It may set `grid` and `after`.
+    `passes`, or else the runner's `emulated_passes`, builds the arguments from this call, in place of `params_for` and
+    `tile_maps`. It may set `grid` and `after`.
     """
 
     def __init__(
@@ -506,12 +510,12 @@ class EmulatedCall:
         self.planned, self.kernel, self.views = planned, kernel, views
         self.shape, self.grid = fitted(planned.problem, kernel.launch_shape)
         self.after: Callable[[], None] = lambda: None
-        """What is left to do when the kernel is done."""
+        """Called when the kernel has finished."""
         words, counters = workspace(self.shape, self.grid)
         work = _workspace_on_cpu(words, counters)
         self._work = work[:counters]
         self.fallbacks = np.zeros(len(Fallbacks._fields), np.uint32)
-        # Rows that belong to no sequence stay as they were.
+        # Rows that belong to no sequence are not written.
         written: emulator.Access = "rw" if planned.problem.varlen else "w"
         self.pointers = {
             name: emulator.Pointer(
@@ -522,7 +526,7 @@ class EmulatedCall:
             )
             for name, view in {**views, **({} if lse is None else {"LSE": lse})}.items()
         }
-        """By the names of the fields that hold them, of `AttentionParams` and others."""
+        """By the names of their fields in `AttentionParams` and the other structures."""
         tensors = _by_head(views)
         self.params = params_for(planned.problem, planned.scale, tensors)
         if self.shape.persistent:
@@ -575,10 +579,10 @@ class EmulatedCall:
         )
 
     def finish(self, report: emulator.Report) -> None:
-        """Bring outputs where they belong, once the kernel is done.
+        """Copy outputs to their destination after the kernel has finished.
 
         Raises:
-            EmulationError: it left its counters at other values than it found them.
+            EmulationError: the kernel did not reset its counters to 0.
         """
         self.after()
         if self._work.any():
@@ -597,10 +601,10 @@ def run_on_cpu(
     params: Mapping[str, int],
     passes: Callable[[EmulatedCall], list[emulator.Structure]],
 ) -> None:
-    """A sound call that a runner makes of its own kind of arrays, as `EmulatedCall` takes it; `params`: tunables.
+    """Run a validated call of a runner on the CPU; the arguments are those of `EmulatedCall`, `params` the tunables.
 
     Raises:
-        UnsupportedError, CompileError, MissingPackageError, EmulationError: as `emulate` says.
+        UnsupportedError, CompileError, MissingPackageError, EmulationError: as `emulate` does.
     """
     planned.stage.require(planned.problem)
     variant = Variant.of(planned.stage, planned.problem, aligned=planned.aligned, overrides=params)
@@ -609,9 +613,9 @@ def run_on_cpu(
 
 
 def refuse_too_large(stage_id: str, problem: Problem, *, timeout_s: float, races: bool, threads: int | None) -> None:
-    """Raises `TooLargeError` where a stage would clearly take longer; `emulate` has the other arguments.
+    """Raise `TooLargeError` if emulating a stage would clearly exceed `timeout_s`; arguments as in `emulate`.
 
-    Whoever draws the inputs asks before, since they may be more than fits into memory.
+    Call this before drawing the inputs, which may not fit into memory.
     """
     cores = threads or emulator.cores()
     seconds = problem.flops * (_HOOKS_COST if races else 1.0) / (_ASSUMED_FLOPS_PER_S * cores)
@@ -619,13 +623,13 @@ def refuse_too_large(stage_id: str, problem: Problem, *, timeout_s: float, races
         raise TooLargeError(
             f"{problem.label} by stage {stage_id} would take about {_duration(seconds)} on "
             f"{several(cores, 'core')}; wanted at most {_duration(timeout_s)}. A smaller problem works; "
-            "`flashlab.emulate(…, timeout_s=None)` and `flashlab check --insist` take as long as it takes.",
+            "`flashlab.emulate(…, timeout_s=None)` and `flashlab check --insist` have no time limit.",
             seconds=seconds,
         )
 
 
 def _duration(seconds: float) -> str:
-    """For people: `14 minutes`."""
+    """Format a duration: `14 minutes`."""
     for unit, size in (("hours", 3600), ("minutes", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -651,51 +655,53 @@ def attention(
     params: Mapping[str, int] | None = None,
     device: str | None = None,
 ) -> Any:
-    """softmax(scale · Q Kᵀ) V where the arrays are.
+    """Compute softmax(scale · Q Kᵀ) V on the device of the arrays.
 
-    On a GPU: enqueued on the caller's stream; no copies, no synchronisation. Torch tensors laid out as in an earlier
-    call with the same options are launched at once; that a kernel's source was edited is then noticed within a second.
-    In host memory: the same kernel on the CPU, done when this returns (`emulate` takes more options and returns a
-    report).
+    On a GPU, the kernel is enqueued on the caller's stream, without copies or synchronisation. Torch tensors with the
+    layout and options of an earlier call skip all validation; an edited kernel source is then noticed within a second.
+    In host memory, the same kernel is emulated on the CPU and has finished when this returns (`emulate` has more
+    options and returns a report).
 
     Args:
-        q: (batch, q_heads, q_len, head_dim), float16 or bfloat16. On a CUDA GPU: a torch tensor, a CuPy array, or
-            anything with DLPack or `__cuda_array_interface__`. In host memory: a NumPy array (ml_dtypes.bfloat16), a
-            torch tensor, or anything with DLPack. Any strides, the last dimension contiguous; rows that are not on
-            16-byte boundaries are slower, and so are strides of 0 or less where the stage takes tensor maps (those of
-            an expanded K or V): `plan.why_slow` of a prepared call or an emulation says so.
+        q: (batch, q_heads, q_len, head_dim), float16 or bfloat16. On a CUDA GPU: a torch tensor, a CuPy array, or any
+            object with DLPack or `__cuda_array_interface__`. In host memory: a NumPy array (ml_dtypes.bfloat16), a
+            torch tensor, or any object with DLPack. The last dimension must be contiguous. Rows that do not start on
+            16-byte boundaries are slower, and so are strides of 0 or less (an expanded K or V) if the stage uses
+            tensor maps: see `plan.why_slow` of a prepared call or emulation.
         k: (batch, kv_heads, kv_len, head_dim); kv_heads divides q_heads (grouped-query attention).
-        v: as `k`.
-        causal: query i sees key j when j - i ≤ kv_len - q_len (aligned bottom right). A query that sees none gets 0.
-        window: (left, right): of those keys, query i sees those with -left ≤ j - i - (kv_len - q_len) ≤ right; None or
-            -1 is no limit to that side, one number both sides. Keys outside cost nothing, by whole tiles. Hugging
-            Face's `sliding_window=w` is causal with `window=(w - 1, None)`. Some stages take one (`Stage.features`).
-        softcap: c > 0: a score s becomes c · tanh(s / c) before the mask, in the same stages; 0: it stays.
-        scale: finite; 1/sqrt(head_dim) where None. Scores times the scale may be as large as 2^27 either way. FP32
-            cannot hold the differences of larger ones, which the largest float16 inputs give: such a row may come out
-            as 0, infinity or NaN.
-        stage: a stage's id. None: on a GPU the one that was fastest on the nearest problem on record (choice.py;
-            `flashlab explain` says which and why), on a CPU the last rung of the ladder.
-        out: where to write, like `q`; a new contiguous array of the caller's library where None.
-        return_lse: also return the log-sum-exp of the scores (natural log, float32, -inf where a query sees no key, NaN
-            where one of its scores is).
-        stream: an integer or a stream object; the library's current stream on that device where None. With another
-            stream than the current one, keeping the arrays alive until it is done is the caller's part.
-        params: the stage's tunables, by name. On a GPU those that are not named are what won there on the nearest
-            problem (data/<gpu>/tuned.json), where something did, and else the stage's defaults.
-        device: `cpu` or `gpu`, to be sure of it; where the arrays are, where None. It moves nothing.
+        v: like `k`.
+        causal: whether query i sees only keys j ≤ i + kv_len - q_len (aligned bottom right). The output of a query
+            that sees no key is 0.
+        window: sliding window (left, right): query i sees keys with -left ≤ j - i - (kv_len - q_len) ≤ right; None or
+            -1 is no limit, a single number applies to both sides. Tiles entirely outside are skipped. Hugging Face's
+            `sliding_window=w` is causal with `window=(w - 1, None)`. Not all stages support it (`Stage.features`).
+        softcap: soft cap on scores before the mask, softcap · tanh(score / softcap); 0 disables it. Supported by the
+            stages that support `window`.
+        scale: finite factor on the scores; default: 1/sqrt(head_dim). Scaled scores must lie within ±2^27: FP32 cannot
+            represent the differences of larger ones, and their rows may be 0, infinity or NaN.
+        stage: stage id. Default: on a GPU, the fastest stage on the nearest recorded problem (choice.py; `flashlab
+            explain` shows which and why); on a CPU, the last rung of the ladder that supports the problem.
+        out: output array, like `q`; default: a new contiguous array of the caller's library.
+        return_lse: whether to also return the log-sum-exp of the scores (natural log, float32; -inf if a query sees no
+            key, NaN if one of its scores is NaN).
+        stream: integer handle or stream object; default: the library's current stream on that device. With any other
+            stream, the caller must keep the arrays alive until the kernel has finished.
+        params: tunables of the stage, by name. Default: on a GPU, the fastest values on the nearest tuned problem
+            (data/<gpu>/tuned.json), if any; else the stage's defaults.
+        device: `cpu` or `gpu`, to require that device; default: the device of the arrays. Moves no data.
 
     Returns:
-        The output, or (output, lse).
+        The output (batch, q_heads, q_len, head_dim), or (output, lse) with lse (batch, q_heads, q_len).
 
     Raises:
-        InputError: arguments are off (ShapeError, DTypeError, LayoutError, DeviceError, UnknownStageError,
+        InputError: invalid arguments (ShapeError, DTypeError, LayoutError, DeviceError, UnknownStageError,
             ParameterError).
-        UnsupportedError: no stage, or not the named one, runs this here; TooLargeError on a CPU that would take long.
-        NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: as they say.
+        UnsupportedError: no stage, or not the named one, supports this call here; TooLargeError if emulation would
+            take too long.
+        NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: see there.
     """
     asked = (causal, window, softcap, scale, stage, return_lse, device)
-    key, addresses, again = recipes.kept((q, k, v), out, asked, params)
+    key, addresses, again = recipes.lookup((q, k, v), out, asked, params)
     if again is not None:
         return again(q, addresses, out, return_lse, stream)
     how: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "stage": stage}
@@ -714,9 +720,9 @@ def first_call(
     stream: Any | None,
     return_lse: bool,
 ) -> Any:
-    """A call of which `recipes.kept` knows none like it: the output, or (output, lse); `key` is what it gave.
+    """Run a call without a cached recipe and cache one under `key`: the output, or (output, lse).
 
-    `how`: what both `prepare` and `emulate` take.
+    `how`: options common to `prepare` and `emulate`.
     """
     if arrays.place_of(q, stream, device).stream is None:
         ran = emulate(q, k, v, **how, return_lse=return_lse)

@@ -1,38 +1,38 @@
-"""Which stage and tunables a problem gets: data/<gpu>/tuned.json, which `flashlab tuned` makes from the records.
+"""Selection of stage and tunables for a problem, from data/<gpu>/tuned.json, which `flashlab tuned` writes.
 
-A row of the table is one choice of a stage's tunables on one problem, and its time there (tune.py says which records
-become rows). For a problem p, three steps, each the same whether p is on record or not:
+A row of the table is one set of tunables of a stage on one problem, and its time (tune.py selects the records).
+The selection for a problem p takes three steps, whether p is on record or not:
 
-1. **Tunables of a stage**: what won on the nearest problem that the stage was tuned on, on this GPU or another one of
-   the same architecture, with the same window and soft cap or none: others are other kernels. Those for decoding say
-   over how many blocks the keys of one work tile are split: they are taken from a problem with more than half and less
-   than twice as many work tiles.
-2. **Its time**: that of the stage's nearest row r, scaled by what the busiest SM has to do,
+1. **Tunables of each stage**: the fastest on the nearest problem on which the stage was tuned, on this GPU or another
+   of the same architecture, with the same features (window, soft cap), because these are compiled into the kernel. For
+   decoding, where tunables set the number of CTAs over which the keys of a work tile are split, only problems with
+   between half and twice as many work tiles count.
+2. **Its time**: that of the stage's nearest row r, scaled by the work of the busiest SM,
 
        time(p) = fixed + (time(r) - fixed) · waves(p) · keys(p) / (waves(r) · keys(r))
        waves   = ⌈batch · q_heads · ⌈q_len / tile⌉ / SMs⌉          tile: query rows per block, of that row's code
-       keys    = FLOPs / (4 · batch · q_heads · q_len · head_dim)  that a query sees on average
-       fixed   = `FIXED_SHARE` of the least time in the table      what a call costs whatever its size
+       keys    = FLOPs / (4 · batch · q_heads · q_len · head_dim)  visible per query on average
+       fixed   = `FIXED_SHARE` of the least time in the table      cost of a call independent of its size
 
-   A stage for decoding has the query heads of a K/V head in one tile, and shares out the keys of all tiles:
+   A decoding stage packs the query heads of a K/V head into one tile, and distributes the keys of all tiles:
 
        waves   = batch · kv_heads · ⌈q_heads / kv_heads · q_len / tile⌉ / SMs
        fixed   = `DECODE_FIXED_SHARE` of the least time
-3. **The stage**: of the ladder's stages in CUDA C++ and those for decoding that run p, the one with the least time,
-   where a time from another problem counts `FARTHER` times for each unit of its distance, and for one at least. So what
-   was measured at p comes before what is only foretold there, unless that is a great deal faster.
+3. **The stage**: the one with the least time, of the CUDA C++ stages of the ladder and for decoding that support p. A
+   time from another problem is multiplied by `FARTHER` per unit of distance, and at least once, so that a stage
+   measured at p is preferred to a prediction unless that is much faster.
 
-The distance of two problems counts factors of two: of work tiles over SMs, kv_len, q_len and, by a quarter, query heads
-a KV head; another mask counts as three of them, another element type as half of one and other tunables as a quarter, so
-that a time from p itself comes first. Head dims must agree: they are other kernels.
+The distance of two problems is in factors of two: of work tiles per SM, kv_len, q_len and, weighted 0.25, query heads
+per K/V head; another mask counts 3, another data type 0.5 and other tunables 0.25, so that a time from p itself comes
+first. Head dims must agree, because they are different kernels.
 
-A GPU without a table gets that of its nearest kin: the same architecture, then the nearest compute capability, then the
-nearest number of SMs. Tunables are taken over within an architecture alone; on another one a stage has its defaults.
+A GPU without a table uses that of its nearest kin: the same architecture, then the nearest compute capability, then the
+nearest number of SMs. Tunables carry over only within an architecture; on another one a stage has its defaults.
 
-A table may lack a stage, which then cannot win there, or a stage's time at p. Where the nearest kin of the same
-architecture would take such a stage, and of the latter kind has that time, its choice counts, unless its times are
-farther from a model's calls (`AS_IN_A_MODEL`) than the GPU's own. Times of decoding are the memory's, which kin differ
-in: of those stages a time at p is not taken over.
+A table may lack a stage, which then cannot be selected, or a stage's time at p. If the nearest kin of the same
+architecture selects such a stage, and in the second case has that time, its selection counts, unless its times are less
+like calls in a model (`AS_IN_A_MODEL`) than the GPU's own. Decoding is memory-bound, and kin differ in memory: for its
+stages, a time at p does not carry over.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ from flashlab.record.schema import Choices
 
 FILE = "tuned.json"
 FARTHER = 1.1
-"""What a time counts for each unit of distance of the problem that it is from."""
+"""Penalty factor on a time per unit of distance of its problem."""
 FIXED_SHARE, DECODE_FIXED_SHARE = 0.9, 1.35
-"""Of the least time in the table; the latter of stages for decoding. The three numbers are such that a problem left out
-of the table gets nearly the stage that is fastest there (tests/test_choice.py)."""
+"""Fixed cost of a call, as a share of the least time in the table; the second for decoding stages. The three constants
+were chosen so that problems left out of the table get nearly their fastest stage (tests/test_choice.py)."""
 IDLE = 4.0
-"""A stage's least time within so many times the least in the table is of a launch with next to nothing to do."""
+"""A stage's least time counts as its launch overhead if it is at most this many times the least in the table."""
 _GROUP_WEIGHT = 0.25
 _OTHER_MASK, _OTHER_DTYPE, _OTHER_TUNABLES = 3.0, 0.5, 0.25
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Table:
-    """Every row of a GPU."""
+    """The table of a GPU."""
 
     gpu: str
     """Folder name under data/."""
@@ -83,14 +83,14 @@ class Table:
         return min(row.time_us for row in self.rows)
 
     def floor_us(self, stage: str) -> float:
-        """What a launch of a stage takes at least, by the records: its least time, or that of all where it only ever
-        had much to do."""
+        """Minimum time of a launch of a stage, in µs: its least time, or that of all stages if it was only measured on
+        large problems."""
         own_us = min((row.time_us for row in self.rows if row.stage == stage), default=math.inf)
         return own_us if own_us <= IDLE * self.least_us else self.least_us
 
     @cached_property
     def _places(self) -> Mapping[int, Mapping[tuple[Any, ...], int]]:
-        """By head dim, the `_place` of every row and its number: many rows share one."""
+        """By head dim, the distinct `_place`s of rows, numbered."""
         places_by_head_dim: dict[int, dict[tuple[Any, ...], int]] = {}
         for row in self.rows:
             places = places_by_head_dim.setdefault(row.problem.head_dim, {})
@@ -99,14 +99,14 @@ class Table:
 
     @cached_property
     def _features(self) -> Mapping[int, Sequence[set[Any]]]:
-        """By head dim, the different values of each feature of a place."""
+        """By head dim, the distinct values of each component of a place."""
         return {head_dim: list(map(set, zip(*places, strict=True))) for head_dim, places in self._places.items()}
 
-    @lru_cache(maxsize=64)  # noqa: B019 - a table is kept for good
+    @lru_cache(maxsize=64)  # noqa: B019 - tables live as long as the process
     def distances(self, problem: Problem, sms: float) -> Sequence[float]:
-        """How far a problem is from each place of its head dim, by the place's number: see the module.
+        """Distances of a problem from the places of its head dim, by place number: see the module.
 
-        `sms`: the table's number of SMs over that of the GPU that the problem is for.
+        `sms`: the table's number of SMs divided by that of the problem's GPU.
         """
         places = self._places.get(problem.head_dim)
         if not places:
@@ -147,69 +147,69 @@ class Table:
         return by_stage
 
     def rows_of(self, stage: Stage, head_dim: int) -> Sequence[tuple[int, int, Row]]:
-        """A stage's rows of a head dim, those of runs that timed another stage there first, and of these the newest:
-        number of the place, position in the table, row. Two machines of one product differ by more than some stages do.
+        """Rows of a stage and head dim that still `fits`, as (place number, position in the table, row).
 
-        What no longer `fits` the stage is none.
+        Rows of runs that timed another stage on the same problem come first, then the newest, because two machines of
+        one product differ by more than some stages do.
         """
         return self._by_stage.get((stage.id, head_dim), ())
 
 
 def fits(name: str, parameters: Mapping[str, int]) -> bool:
-    """Whether tunables are those of a stage as it stands now; it may have changed since they were recorded."""
+    """Whether tunables match those of the current stage, which may have changed since they were recorded."""
     stage = registry.STAGES.get(name) or registry.OFF_LADDER.get(name)
     return stage is not None and parameters.keys() == stage.params.keys()
 
 
 def _place(row: Row) -> tuple[Any, ...]:
-    """All of a row that a distance depends on: tile, work tiles, q_len, kv_len, query heads a KV head, mask, type."""
+    """The components of a distance: tile, work tiles, q_len, kv_len, query heads per K/V head, mask, dtype."""
     of, tile = row.problem, tile_of(row)
     return (tile, tiles(of, tile), of.q_len, of.kv_len, of.q_heads / of.kv_heads, of.mask, of.dtype)
 
 
 class Choice(NamedTuple):
-    """A stage that runs a problem, with what it is expected to take."""
+    """A stage that supports a problem, with its tunables and predicted time."""
 
     stage: Stage
     parameters: Mapping[str, int]
     """Every tunable of the stage and its value."""
     time_us: float
-    """Predicted; as measured where the problem is on record with these tunables."""
+    """Predicted, or measured if the problem is on record with these tunables."""
     row: Row
-    """Where the time comes from."""
+    """The source of the time."""
     tuned_on: Row | None
-    """Where the tunables come from; None where they are the stage's defaults."""
+    """The source of the tunables; None for the stage's defaults."""
     distance: float
-    """Between the problem and the row's."""
+    """Distance of the problem from that of `row`."""
 
 
 class Ranking(NamedTuple):
-    """The stages that run a problem, the one to take first."""
+    """The stages that support a problem, the selected one first."""
 
     table: Table | None
-    """Whose rows decide: the GPU's own, or its nearest kin's; None where no GPU has a table."""
+    """The table used: the GPU's own, or that of its nearest kin; None if no GPU has one."""
     choices: tuple[Choice, ...]
-    """Empty where nothing of that head dim is on record."""
+    """Empty if the head dim is not on record."""
 
 
 def path_of(gpu: str, data: Path = DATA) -> Path:
-    """The table of a GPU."""
+    """Path of the table of a GPU."""
     return data / gpu / FILE
 
 
 def stamp(gpu: str, data: Path = DATA) -> int:
-    """When the table of a GPU was written, ns; 0 where it has none."""
+    """Modification time of the table of a GPU, in ns; 0 if it has none."""
     try:
-        return os.stat(f"{data}/{gpu}/{FILE}").st_mtime_ns  # noqa: PTH116 - each call of `attention` asks
+        return os.stat(f"{data}/{gpu}/{FILE}").st_mtime_ns  # noqa: PTH116 - called by every `attention`
     except OSError:
         return 0
 
 
 def table(gpu: str, data: Path = DATA) -> Table | None:
-    """The table of a GPU; None where it has none.
+    """Read the table of a GPU; None if it has none.
 
     Raises:
-        DamagedRecordError: the file is no such table.
+        DamagedRecordError: the file is not a valid table.
     """
     written = stamp(gpu, data)
     return _read(gpu, data, written) if written else None
@@ -230,7 +230,7 @@ def _read(gpu: str, data: Path, _: int) -> Table:
 
 
 def table_for(gpu: str, arch: str, sm_count: int | None = None, data: Path = DATA) -> Table | None:
-    """The table of a GPU, or of its nearest kin; None where there is none at all.
+    """Read the table of a GPU, or of its nearest kin; None if there is no table at all.
 
     Raises:
         DamagedRecordError: a table cannot be read.
@@ -239,7 +239,7 @@ def table_for(gpu: str, arch: str, sm_count: int | None = None, data: Path = DAT
 
 
 def _tables(gpu: str, arch: str, sm_count: int | None, data: Path) -> tuple[Table, ...]:
-    """Every table: a GPU's own first, then that of its nearest kin."""
+    """All tables, the nearest kin first; the GPU's own is the nearest."""
 
     def far(other: Table) -> tuple[bool, bool, int, int, int, str]:
         (major, minor), (other_major, other_minor) = registry.capability(arch), registry.capability(other.arch)
@@ -258,20 +258,20 @@ def _tables(gpu: str, arch: str, sm_count: int | None, data: Path) -> tuple[Tabl
 
 
 class Tile(NamedTuple):
-    """What a work tile of a stage holds."""
+    """A work tile of a stage."""
 
     rows: int
     decodes: bool
-    """Of all query heads that share a K/V head, not of one."""
+    """Whether it packs rows of all query heads that share a K/V head."""
 
 
 def tile_of(row: Row) -> Tile:
-    """A work tile of a row's stage."""
+    """The work tile of a row's stage."""
     return Tile(row.tile_q, row.stage in registry.DECODE)
 
 
 def tiles(problem: Problem, tile: Tile) -> int:
-    """Work tiles of a problem."""
+    """Number of work tiles of a problem."""
     heads, rows = problem.q_heads, problem.q_len
     if tile.decodes:
         heads, rows = problem.kv_heads, problem.q_heads // problem.kv_heads * problem.q_len
@@ -279,15 +279,15 @@ def tiles(problem: Problem, tile: Tile) -> int:
 
 
 def _busiest(problem: Problem, tile: Tile, sm_count: int) -> float:
-    """What the busiest SM has to do: waves · keys."""
+    """Work of the busiest SM: waves · keys."""
     waves = tiles(problem, tile) / sm_count
     return (waves if tile.decodes else math.ceil(waves)) * problem.visible_scores / problem.q_len
 
 
 def ratios(problem: Problem, row: Row, sms: float = 1.0) -> dict[str, float]:
-    """How many times larger a problem is than a row's, by feature; `sms`: the row's number of SMs over the problem's.
+    """Ratios of the sizes of a problem to those of a row, by name; `GQA ratio` is query heads per K/V head.
 
-    The numbers of query heads a KV head are in it under `GQA ratio`.
+    `sms`: the row's number of SMs divided by that of the problem's GPU.
     """
     other, tile = row.problem, tile_of(row)
     return {
@@ -299,9 +299,9 @@ def ratios(problem: Problem, row: Row, sms: float = 1.0) -> dict[str, float]:
 
 
 def _tuned_on(stage: Stage, problem: Problem, tables: Iterable[Table]) -> Row | None:
-    """The row of the nearest problem that a stage was tuned on; of equally near ones the first of the first table.
+    """The row of the nearest problem on which a stage was tuned; ties go to the first table and row.
 
-    It is what won there, on however many SMs. None where it is not near enough: see the module.
+    The number of SMs is ignored. None if no problem is near enough: see the module.
     """
     tried = [
         (of.distances(problem, 1.0)[place], number, position, row)
@@ -322,11 +322,11 @@ def parameters(
     overrides: Mapping[str, int] | None = None,
     data: Path = DATA,
 ) -> dict[str, int]:
-    """Values of a stage's tunables that differ from its defaults, or may: `overrides` over the GPU's table.
+    """Tunables of a stage for a problem: `overrides`, then those of the GPU's table; others keep their defaults.
 
     Args:
-        gpu: folder name under data/, None for a CPU, where nothing is tuned.
-        arch: of the GPU: others of the same architecture lend their tunables. None: none does.
+        gpu: folder name under data/; None for a CPU, which has no table.
+        arch: architecture of the GPU, whose other tables are used too; None: only the GPU's own.
 
     Raises:
         DamagedRecordError: the table cannot be read.
@@ -340,11 +340,11 @@ def parameters(
 
 
 def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, data: Path = DATA) -> Ranking:
-    """The stages that run a problem on a GPU, the one to take first: see the module.
+    """Rank the stages that support a problem on a GPU, the selected one first: see the module.
 
     Args:
-        gpu, arch, sm_count: its folder name under data/, architecture and number of SMs; as many as the table's GPU
-            has where None.
+        gpu, arch, sm_count: folder name under data/, architecture and number of SMs of the GPU; `sm_count` defaults to
+            that of the table.
 
     Raises:
         DamagedRecordError: a table cannot be read.
@@ -365,7 +365,7 @@ def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, dat
 
 
 def _lacks(own: Ranking, taken: Choice, problem: Problem) -> bool:
-    """Whether a table has less of a stage than its kin, which takes it: see the module."""
+    """Whether a table lacks the stage that its kin selects, or its time at the problem: see the module."""
     mine = next((choice for choice in own.choices if choice.stage is taken.stage), None)
     if mine is None or taken.stage.id in registry.DECODE:
         return mine is None
@@ -373,17 +373,17 @@ def _lacks(own: Ranking, taken: Choice, problem: Problem) -> bool:
 
 
 def _lenders(arch: str, tables: Iterable[Table]) -> tuple[Table, ...]:
-    """The tables that tunables are taken from."""
+    """The tables whose tunables may be used, those of the same architecture."""
     return tuple(lender for lender in tables if lender.arch == arch)
 
 
 def from_a_model(timed: Cache) -> int:
-    """How far what a time was taken in is from a model's calls: the place in `AS_IN_A_MODEL`, or behind them all."""
+    """Rank a cache state by likeness to calls in a model: its index in `AS_IN_A_MODEL`, or the length of that."""
     return AS_IN_A_MODEL.index(timed) if timed in AS_IN_A_MODEL else len(AS_IN_A_MODEL)
 
 
 def _able(problem: Problem, arch: str) -> Iterator[Stage]:
-    """The stages to choose from."""
+    """The candidate stages."""
     for stage in (*registry.CUDA_STAGES.values(), *registry.DECODE.values()):
         if not stage.by_name_only and stage.why_not(problem, arch) is None:
             yield stage
@@ -391,7 +391,7 @@ def _able(problem: Problem, arch: str) -> Iterator[Stage]:
 
 @lru_cache(maxsize=1024)
 def choices(problem: Problem, table: Table, arch: str, sm_count: int, lenders: tuple[Table, ...]) -> tuple[Choice, ...]:
-    """The stages that run a problem, by the rows of one table and the tunables of `lenders`: see the module."""
+    """Rank the stages that support a problem by the rows of one table and the tunables of `lenders`: see the module."""
     distances = table.distances(problem, table.sm_count / sm_count)
     made = []
     for stage in _able(problem, arch):
@@ -401,7 +401,7 @@ def choices(problem: Problem, table: Table, arch: str, sm_count: int, lenders: t
         tuned_on = _tuned_on(stage, problem, lenders)
         taken = stage.parameters(problem.head_dim) if tuned_on is None else tuned_on.parameters
         far, row = math.inf, rows[0][2]
-        for place, _, other in rows:  # of rows that are equally near, the first
+        for place, _, other in rows:  # ties go to the first row
             apart = distances[place]
             if apart < far:
                 apart += _OTHER_TUNABLES * (other.parameters != taken)
@@ -420,10 +420,10 @@ def choices(problem: Problem, table: Table, arch: str, sm_count: int, lenders: t
 
 
 def stage_for(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, data: Path = DATA) -> Stage:
-    """The stage to take for a problem on a GPU; the last rung that runs it where nothing is on record.
+    """Select the stage for a problem on a GPU, without records the last rung that supports it.
 
     Raises:
-        UnsupportedError: none runs it.
+        UnsupportedError: no stage supports it.
         DamagedRecordError: a table cannot be read.
     """
     choices = rank(problem, gpu, arch, sm_count, data).choices

@@ -1,4 +1,4 @@
-"""Why a problem gets the stage and the tunables that `flashlab.attention` takes: what `flashlab explain` says."""
+"""Explanation of the stage and tunables that `flashlab.attention` selects, as shown by `flashlab explain`."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from flashlab.run.plan import check_size, with_features
 
 
 def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None, data: Path = DATA) -> dict[str, Any]:
-    """The choice for a problem on a GPU that need not be here, why, and the two that come next.
+    """Explain the selection for a problem on a GPU, which need not be present, with the two runners-up.
 
-    The problem is the one that `flashlab.attention` makes of it: a side of a window that hides no key is left out.
+    The problem is normalised as in `flashlab.attention`: a side of the window that hides no key is dropped.
 
     Args:
-        gpu: folder name under data/; the GPU at hand where None, else the main one.
-        arch: its architecture, of a `gpu` that has no table and is not here.
+        gpu: folder name under data/; default: this machine's GPU, else the main one.
+        arch: architecture of a `gpu` that has no table and is not present.
 
     Returns:
-        As `flashlab explain --json` prints it.
+        The document that `flashlab explain --json` prints.
 
     Raises:
-        ShapeError: `flashlab.attention` takes no arrays of those sizes.
-        UnsupportedError: no stage runs the problem there.
-        NoDataError: no GPU is named or at hand, and none has a table.
-        ParameterError: nothing says the architecture of `gpu`, or `arch` is another one or without a `gpu`; or
-            `flashlab.attention` takes no such soft cap.
+        ShapeError: `flashlab.attention` does not support arrays of these sizes.
+        UnsupportedError: no stage supports the problem on that GPU.
+        NoDataError: no GPU is named or present, and none has a table.
+        ParameterError: the architecture of `gpu` is unknown, `arch` contradicts it or has no `gpu`, or the soft cap is
+            out of range.
         DamagedRecordError: a table cannot be read.
     """
     if arch is not None and gpu is None:
-        raise ParameterError(f"arch: wanted --gpu beside it, whose architecture it is, got {arch} alone")
+        raise ParameterError(f"arch: wanted --gpu too, whose architecture it is, got {arch} alone")
     check_size(problem)
     problem = with_features(problem, problem.window, problem.softcap)
     name, arch, sm_count = _device(gpu, arch, data)
@@ -50,7 +50,7 @@ def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None
         chosen, *others = (flat(problem, taken, ranking.table, carries=carries) for taken in ranking.choices[:3])
         why = reason(problem, ranking, kin)
     else:
-        # What `attention` falls back to; it raises where nothing runs the problem.
+        # The fallback of `attention`; raises if no stage supports the problem.
         last = registry.best(problem, arch)
         chosen, others = {"stage": last.id, "parameters": last.parameters(problem.head_dim)}, []
         chosen |= {"predicted_us": None, "on_record": False}
@@ -68,7 +68,7 @@ def explain(problem: Problem, *, gpu: str | None = None, arch: str | None = None
 
 
 def _lacking(problem: Problem, gpu: str, ranking: Ranking, data: Path) -> str:
-    """What a GPU lacks, where its kin chooses, for people."""
+    """Describe the records that a GPU lacks if the selection uses those of its kin."""
     table = choice.table(gpu, data)
     if table is None:
         return "table of choices"
@@ -77,7 +77,7 @@ def _lacking(problem: Problem, gpu: str, ranking: Ranking, data: Path) -> str:
 
 
 def _device(gpu: str | None, arch: str | None, data: Path) -> tuple[str, str, int | None]:
-    """Folder, architecture and SMs of the GPU to explain a choice for; None where its SMs are not known."""
+    """Folder, architecture and number of SMs, None if unknown, of the GPU to explain a selection for."""
     here = devices.info() if devices.available() is None else None
     tables = [name for name in store.gpus(data) if choice.path_of(name, data).is_file()]
     others = {path.parent.name for path in data.glob(f"*/{choice.FILE}")} - {*tables}  # all of them, in a wheel
@@ -102,12 +102,12 @@ def _device(gpu: str | None, arch: str | None, data: Path) -> tuple[str, str, in
 
 
 def predicted_us(chosen: Choice, table: Table | None) -> float:
-    """How long a choice may take: its time scaled from another problem's, and no less than a launch takes."""
+    """Predicted time of a choice in µs: scaled from another problem, but at least the time of a launch."""
     return max(chosen.time_us, table.floor_us(chosen.stage.id) if table else 0.0)
 
 
 def flat(problem: Problem, chosen: Choice, table: Table | None = None, *, carries: bool = True) -> dict[str, Any]:
-    """A problem's choice as JSON has it; without its time where that does not carry over."""
+    """The JSON form of a choice; without a predicted time unless times `carries` over."""
     return {
         "stage": chosen.stage.id,
         "parameters": dict(chosen.parameters),
@@ -120,7 +120,7 @@ def flat(problem: Problem, chosen: Choice, table: Table | None = None, *, carrie
 
 
 def reason(problem: Problem, ranking: Ranking, kin: str | None = None) -> str:
-    """Why the first choice of a ranking is taken, in a sentence or two, for people; `kin` is whose records it is of."""
+    """Explain in a sentence or two why the first of a ranking is selected; `kin` is the GPU whose records were used."""
     first, *others = ranking.choices
     row = first.row
     taken = f"{row.time_us:.1f} µs {f'on {kin} ' if kin else ''}in run {row.run}"

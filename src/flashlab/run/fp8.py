@@ -1,8 +1,8 @@
-"""Attention on inputs in FP8 (e4m3), as caches and quantised models store them: `quantize_e4m3` and `fp8_attention`.
+"""Attention on FP8 (e4m3) inputs: `quantize_e4m3` and `fp8_attention`.
 
-f0_e4m3 is two kernels: one transposes V, the other is the attention. As the runner of the stage (`attention._runner`)
-this also runs it on the 16-bit inputs of any problem: they are quantised once, by torch or NumPy, and again where a
-torch tensor was written to since; what is timed is the two kernels.
+f0_e4m3 has two kernels: one transposes V, the other computes attention. As the runner of the stage
+(`attention._runner`), this module also runs it on the 16-bit inputs of any problem, which are quantised once, by torch
+or NumPy, and again when a torch tensor has been written. Only the two kernels are timed.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ if TYPE_CHECKING:
 
 STAGE = "f0_e4m3"
 TRANSPOSE = "transpose_f0_e4m3"
-"""The kernel that goes before, in the same file."""
+"""The kernel that transposes V, in the same file."""
 LARGEST = 448.0
 """The largest number of e4m3."""
 _WGMMA_ROWS = 64
 _STEP_KEYS = 32
 _COPY_ROWS = 34
-"""What f0_e4m3.cu calls BLOCK_COPY_ROWS: rows of 128 bytes that hold 32 keys of V."""
+"""BLOCK_COPY_ROWS of f0_e4m3.cu: 128-byte rows that hold 32 keys of V."""
 _ROW_BYTES = 128
 _TRANSPOSE_THREADS = 256
 
@@ -83,18 +83,18 @@ class Fp8Params(ctypes.Structure):
 
 
 def quantize_e4m3(x: Any) -> tuple[Any, Any]:
-    """Numbers in FP8 and a scale for each head, which brings its largest number to 448, e4m3's largest.
+    """Quantise to FP8 (e4m3) with one scale per head, which maps its largest magnitude to 448, the e4m3 maximum.
 
     Args:
-        x: (batch, heads, length, head_dim), float16, bfloat16 or float32: a torch tensor, or a NumPy array.
+        x: (batch, heads, length, head_dim), float16, bfloat16 or float32: a torch tensor or NumPy array.
 
     Returns:
-        `(e4m3, scale)`: the shape of x in float8_e4m3fn, contiguous, and float32 (batch, heads), a normal number, with
-        x about e4m3 · scale. A head that holds an infinity or a NaN is lost.
+        `(e4m3, scale)`, with x ≈ e4m3 · scale: float8_e4m3fn of the shape of x, contiguous, and float32 (batch, heads),
+        normal numbers. A head that contains an infinity or NaN is not recoverable.
 
     Raises:
-        ShapeError: x has other than four dimensions, or none of some kind.
-        DTypeError, DeviceError: its numbers are of another type, or it is no such array.
+        ShapeError: x does not have four non-empty dimensions.
+        DTypeError, DeviceError: x has another dtype, or is not a torch tensor or NumPy array.
     """
     view = arrays.place_of(x, None, None, "x").view(x, "x")
     check_dtype("x", view, "float32", *get_args(DType))
@@ -106,9 +106,9 @@ def quantize_e4m3(x: Any) -> tuple[Any, Any]:
     library: Any = importlib.import_module("torch") if of_torch else np
     wide = x.float() if of_torch else view.owner.astype("float32", order="C")
     scale = library.amax(library.abs(wide), (-2, -1)) / LARGEST
-    smallest = library.full_like(scale, library.finfo(scale.dtype).tiny)  # below it a quotient has few digits
+    smallest = library.full_like(scale, library.finfo(scale.dtype).tiny)  # below it, quotients lose precision
     scale = library.where(scale == 0, library.ones_like(scale), library.maximum(scale, smallest))
-    with np.errstate(invalid="ignore"):  # infinity by infinity, in a head that is lost
+    with np.errstate(invalid="ignore"):  # inf / inf, in a head that is not recoverable
         scaled = wide / scale[..., None, None]
     if of_torch:
         return scaled.to(library.float8_e4m3fn).contiguous(), scale
@@ -131,32 +131,32 @@ def fp8_attention(
     stream: Any | None = None,
     params: Mapping[str, int] | None = None,
 ) -> Any:
-    """Attention of e4m3 inputs where they are: on an sm_90 GPU, enqueued on the caller's stream, or emulated.
+    """Compute attention on FP8 (e4m3) inputs, on an sm_90 GPU, on the caller's stream, or emulated on the CPU.
 
     Args:
-        q: (batch, q_heads, q_len, 128), float8_e4m3fn: a torch tensor, or on the CPU a NumPy array of ml_dtypes' type.
-            Rows, heads and sequences start on 16-byte boundaries. `quantize_e4m3` makes one.
+        q: (batch, q_heads, q_len, 128), float8_e4m3fn: a torch tensor, or on the CPU a NumPy array (ml_dtypes), such
+            as `quantize_e4m3` returns. Rows, heads and sequences start on 16-byte boundaries.
         k: (batch, kv_heads, kv_len, 128), likewise; kv_heads divides q_heads.
-        v: as `k`.
-        q_scale: float32 (batch, q_heads), contiguous, on the device of q: what numbers of q are multiplied by. 1 where
-            None.
-        k_scale: float32 (batch, kv_heads), likewise for k.
-        v_scale: as `k_scale`, for v.
-        causal: aligned bottom right, as in `flashlab.attention`.
-        scale: finite; 1/sqrt(head_dim) where None.
-        dtype: of the output, float16 or bfloat16.
-        out: where to write, the shape of q and of `dtype`; a new contiguous array of the caller's library where None.
-        return_lse: also return the log-sum-exp of the scores (natural log, float32, -inf where a query sees no key).
-        stream: as `flashlab.attention` takes it.
+        v: like `k`.
+        q_scale: dequantisation scale of q, float32 (batch, q_heads), contiguous, on the device of q; default: 1.
+        k_scale: likewise for k, float32 (batch, kv_heads).
+        v_scale: likewise for v, float32 (batch, kv_heads).
+        causal: whether to apply a causal mask, aligned bottom right, as in `flashlab.attention`.
+        scale: finite factor on the scores; default: 1/sqrt(head_dim).
+        dtype: dtype of the output, float16 or bfloat16.
+        out: output array of the shape of q and of `dtype`; default: a new contiguous array of the caller's library.
+        return_lse: whether to also return the log-sum-exp of the scores, float32 (batch, q_heads, q_len) (natural log,
+            -inf if a query sees no key).
+        stream: as in `flashlab.attention`.
         params: tunables of f0_e4m3, by name.
 
     Returns:
-        The output, or (output, lse).
+        The output (batch, q_heads, q_len, 128), or (output, lse).
 
     Raises:
-        InputError: arguments are off (ShapeError, DTypeError, LayoutError, DeviceError, ParameterError).
-        UnsupportedError: the kernel does not run this here.
-        NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: as they say.
+        InputError: invalid arguments (ShapeError, DTypeError, LayoutError, DeviceError, ParameterError).
+        UnsupportedError: the kernel does not support this call here.
+        NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: see there.
     """
     arrays.refuse_gradients(q=q, k=k, v=v, out=out, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     if dtype not in get_args(DType):
@@ -221,10 +221,10 @@ def _scale(name: str, view: DeviceArray, wanted: tuple[int, int], q: DeviceArray
 
 
 class _Call(NamedTuple):
-    """What both kernels get, but for what is allocated for them."""
+    """A validated call: the arguments of both kernels, apart from memory allocated for them."""
 
     plan: Plan
-    """Slow where the output has no rows on 16-byte boundaries."""
+    """Slow if rows of the output do not start on 16-byte boundaries."""
     views: Mapping[str, DeviceArray]
     """Q, K and V in e4m3, and O."""
     scales: Mapping[str, DeviceArray]
@@ -237,13 +237,13 @@ class _Call(NamedTuple):
 
     @property
     def blocks_shape(self) -> tuple[int, int, int, int]:
-        """Of V as the attention reads it: 128-byte rows of (batch, kv_heads), as 16-bit numbers."""
+        """Shape of the transposed V: 128-byte rows per sequence and K/V head, in 16-bit elements."""
         rows = -(-self.plan.problem.kv_len // _STEP_KEYS) * _COPY_ROWS
         return (self.plan.problem.batch, self.plan.problem.kv_heads, rows, _ROW_BYTES // 2)
 
     @property
     def transpose_grid(self) -> tuple[int, int, int]:
-        """Of the first kernel: a block makes 32 keys."""
+        """Grid of the transpose kernel, whose CTAs process 32 keys each."""
         return (-(-self.plan.problem.kv_len // _STEP_KEYS), self.plan.problem.kv_heads, self.plan.problem.batch)
 
     @property
@@ -252,7 +252,7 @@ class _Call(NamedTuple):
         return Fp8Params(V=TensorView(self.views["V"].pointer, *self.views["V"].strides[:3]))
 
     def on_cpu(self, run: EmulatedCall) -> list[emulator.Structure]:
-        """The arguments of the second kernel on a CPU, as `EmulatedCall` takes them; the first is run."""
+        """Run the transpose kernel on the CPU and return the arguments of the attention kernel, for `EmulatedCall`."""
         stored = {name: self.views[name].owner.view(np.uint8) for name in "QKV"}
         stored |= {name: scale.owner for name, scale in self.scales.items()}
         blocks = emulator.Pointer(array=np.zeros(self.blocks_shape, np.uint16), name="V_blocks")
@@ -275,7 +275,7 @@ class _Call(NamedTuple):
         return [first, emulator.Structure(value=value, pointers=within), fp8]
 
     def maps(self, tile_kv: int) -> dict[str, TensorMap]:
-        """The tensor maps: two numbers of e4m3 go as one of 16 bits."""
+        """The tensor maps, which treat two e4m3 elements as one 16-bit element."""
         dtype = self.plan.problem.dtype
         made = {
             name: tile_map(_in_pairs(self.views[name]), dtype, rows)
@@ -297,7 +297,7 @@ def _in_pairs(view: DeviceArray) -> DeviceArray:
 
 
 def _run_on_gpu(call: _Call, here: Place, lse: DeviceArray | None, params: Mapping[str, int]) -> None:
-    if arrays.library_of(here.like) != "torch":  # no other library has e4m3 there
+    if arrays.library_of(here.like) != "torch":  # no other library has e4m3 on a GPU
         raise DTypeError(f"q: wanted a torch tensor of float8_e4m3fn on a GPU, got {type(here.like).__name__}")
     gpu.require()
     plan, device, stream = call.plan, call.plan.device, here.stream
@@ -308,7 +308,7 @@ def _run_on_gpu(call: _Call, here: Place, lse: DeviceArray | None, params: Mappi
     code = recipes.loaded(job, device)
     counters, own = recipes.work_memory(here.like, device, stream, (WORK_COUNTERS, WORK_COUNTERS)), call.params
     own.LSE, own.work = None if lse is None else lse.pointer, counters[1]
-    with here.enqueued():  # given up when this returns, and the kernels may not even have begun
+    with here.enqueued():  # released when this returns, possibly before the kernels start
         blocks = here.empty(call.blocks_shape, "int16")
     with gpu.context(device):
         _launches(call, own, code, blocks.data_ptr(), stream)()
@@ -317,7 +317,7 @@ def _run_on_gpu(call: _Call, here: Place, lse: DeviceArray | None, params: Mappi
 def _launches(
     call: _Call, params: AttentionParams, code: recipes.Loaded, blocks: int, stream: int
 ) -> Callable[[], None]:
-    """Both kernels, one after the other; `blocks`: the address of V as the attention reads it."""
+    """Build the launch of both kernels; `blocks`: address of the transposed V."""
     of_fp8, device = call.of_fp8, call.plan.device
     of_fp8.V_blocks = blocks
     for name, view in call.scales.items():
@@ -347,7 +347,7 @@ def _launches(
 def passes(
     recipe: recipes.Recipe, views: Mapping[str, DeviceArray], params: AttentionParams, stream: int
 ) -> Callable[[], None]:
-    """f0_e4m3 on 16-bit arrays: quantised by torch, again where a torch tensor was written to since. See
+    """Run f0_e4m3 on 16-bit arrays, quantised by torch, and again when a torch tensor has been written. See
     `attention._runner`."""
     stored = TorchCopies({name: views[name].owner for name in "QKV"}, quantize_e4m3, stream)
     made = {name: on_device(x, name) for name, (x, _) in stored.made.items()}
@@ -364,7 +364,7 @@ def passes(
 
 
 def emulated_passes(run: EmulatedCall) -> list[emulator.Structure]:
-    """f0_e4m3 on the CPU on 16-bit arrays: quantised by NumPy. See `attention._runner`."""
+    """Run f0_e4m3 on the CPU on 16-bit arrays, quantised by NumPy. See `attention._runner`."""
     narrow = np.float16 if run.planned.problem.dtype == "float16" else ml_dtypes.bfloat16
     stored = {name: quantize_e4m3(run.views[name].owner.view(narrow)) for name in "QKV"}
     views = {name: on_host(x, name) for name, (x, _) in stored.items()}

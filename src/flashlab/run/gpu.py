@@ -1,7 +1,7 @@
-"""The GPU: its identity, arrays on it, and launching machine code on the caller's stream.
+"""GPU properties, contexts and memory, and kernel launches on the caller's stream.
 
-Nothing here touches a driver at import. Arrays are the caller's (torch, CuPy, `__cuda_array_interface__`, DLPack) and
-are never copied. Every driver error becomes a `LaunchError` with the driver's own name and text for it.
+Importing this module does not touch the driver. Every driver error becomes a `LaunchError` with the driver's name and
+text.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ if TYPE_CHECKING:
 WORKS_WITHOUT = (
     "Without a GPU work `flashlab doctor`, `stages`, `compile`, `sass`, `check --on cpu`, `explain`, `results`, "
     "`compare`, `claims`, `tuned`, `collect`, `repair`, `report`, `sweep plan`, `bench --dry-run`, `tune --dry-run` "
-    "and `ablate --list`; and in Python `flashlab.attention` and `flashlab.emulate` of arrays in host memory."
+    "and `ablate --list`; and in Python `flashlab.attention` and `flashlab.emulate` on arrays in host memory."
 )
 _WANTED = "wanted a CUDA GPU, got "
 NVML_SM, NVML_CORE = 1, 0
-"""nvml.h: the clock of the SMs, and the temperature sensor on the chip."""
+"""nvml.h: SM clock, and on-die temperature sensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GpuInfo:
-    """One GPU of this machine: what the driver says of it, which is all that a launch needs."""
+    """Properties of a GPU, as reported by the driver."""
 
     index: int
-    """As CUDA counts the devices this process sees."""
+    """CUDA device index in this process."""
     slug: str
     """Folder name under data/: `nvidia-h200`."""
     name: str
     compute_capability: tuple[int, int]
     arch: str
-    """The architecture stages are compiled for on it."""
+    """The architecture for which stages are compiled."""
     sm_count: int
     memory_bytes: int
     l2_bytes: int
     max_smem_bytes: int
-    """Most dynamic shared memory a block may ask for."""
+    """Maximum dynamic shared memory per CTA."""
     fingerprint: str
-    """As `schema.Gpu` has it."""
+    """Anonymous identifier of the device: see `schema.Gpu`."""
 
     @cached_property
     def record(self) -> Gpu:
-        """It as records have it, with what NVML says beside. A launch needs none of that, and loading NVML would delay
-        a process's first call."""
+        """The GPU as recorded, with readings of NVML, which is loaded only here because that would delay the first
+        call."""
         handle = nvml_handle(self.index)
         clock_mhz = nvml_read("nvmlDeviceGetMaxClockInfo", handle, NVML_SM)
         clock_mhz = clock_mhz or _attribute(call("cuDeviceGet", self.index), "CLOCK_RATE") / 1e3
@@ -79,7 +79,7 @@ class GpuInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class Function:
-    """A kernel loaded on one device, ready to launch."""
+    """A kernel loaded on a device."""
 
     cubin: Cubin
     device: int
@@ -91,7 +91,7 @@ class Function:
 
 @cache
 def _bindings() -> Any:
-    """The driver's bindings. That they are missing is not cached, so that a later try looks again."""
+    """Import the driver bindings. Failure is not cached, so that a later call retries."""
     try:
         return importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
@@ -102,7 +102,7 @@ def _bindings() -> Any:
 
 
 def call(function: str, *args: Any) -> Any:
-    """Call a driver function by name and return what it returns beside its status: nothing, a value or a tuple.
+    """Call a driver function by name and return its results without the status: None, a value or a tuple.
 
     Raises:
         LaunchError: the driver returned an error; the message has its name and text.
@@ -115,7 +115,7 @@ def call(function: str, *args: Any) -> Any:
 
 
 def describe(status: Any) -> str:
-    """The driver's name and text for a status."""
+    """Format the driver's name and text of a status."""
     driver = _bindings()
     texts = []
     for function in (driver.cuGetErrorName, driver.cuGetErrorString):
@@ -126,10 +126,10 @@ def describe(status: Any) -> str:
 
 @cache
 def require() -> None:
-    """Initialise the driver, once; a failure is not cached, so that a later try looks again.
+    """Initialise the driver once. Failure is not cached, so that a later call retries.
 
     Raises:
-        NoGpuError, MissingPackageError: no GPU can be used, with the reason.
+        NoGpuError, MissingPackageError: no GPU can be used; the message has the reason.
     """
     driver = _bindings()
     try:
@@ -146,7 +146,7 @@ def require() -> None:
 
 
 def available() -> str | None:
-    """None when a GPU can be used, else the reason. Never raises."""
+    """Return None if a GPU can be used, else the reason. Never raises."""
     try:
         require()
     except (NoGpuError, MissingPackageError) as error:
@@ -155,12 +155,12 @@ def available() -> str | None:
 
 
 def absence() -> str:
-    """Why no GPU can be used, in a few words: `available` without what was wanted and what works; empty with one."""
+    """Short form of the reason of `available`; empty if a GPU can be used."""
     return (available() or "").removesuffix(f" {WORKS_WITHOUT}").removeprefix(_WANTED).rstrip(".")
 
 
 def device_count() -> int:
-    """GPUs this process sees; 0 where none can be used."""
+    """Number of GPUs visible to this process; 0 if none can be used."""
     return int(call("cuDeviceGetCount")) if available() is None else 0
 
 
@@ -170,7 +170,7 @@ def _attribute(device: Any, name: str) -> int:
 
 
 def nvml_handle(index: int) -> Any | None:
-    """NVML's handle of a CUDA device, or None where NVML or its Python package is not there.
+    """Return the NVML handle of a CUDA device, or None if NVML or its Python package is missing.
 
     Matched by PCI address, because NVML numbers devices in its own order and ignores CUDA_VISIBLE_DEVICES.
     """
@@ -188,7 +188,7 @@ def nvml_handle(index: int) -> Any | None:
 
 
 def nvml_read(function: str, *args: Any) -> Any | None:
-    """An NVML reading, or None where this GPU, driver or virtual machine does not give it, or an argument is None."""
+    """Return an NVML reading, or None if it is unavailable here or an argument is None."""
     if None in args:
         return None
     nvml = importlib.import_module("pynvml")
@@ -222,11 +222,11 @@ def _info(index: int) -> GpuInfo:
 
 
 def info(index: int | None = None) -> GpuInfo:
-    """The GPU of that index; the current one (the first, where nothing made one current) where None.
+    """Return the properties of a GPU, by default the current one, or the first if none is current.
 
     Raises:
         NoGpuError: no GPU, no driver, or no such index.
-        UnsupportedError: a GPU that flashlab compiles for no architecture of.
+        UnsupportedError: flashlab does not support the architecture of the GPU.
     """
     require()
     if index is None:
@@ -248,7 +248,7 @@ def _primary_handle(device: int) -> int:
 
 @contextmanager
 def context(device: int) -> Iterator[None]:
-    """Make a device's primary context (the one torch and CuPy use) current, and put the caller's back afterwards."""
+    """Make a device's primary context, which torch and CuPy use, current, and restore the caller's afterwards."""
     primary = _primary_context(device)
     current = call("cuCtxGetCurrent")
     if int(current) == int(primary):
@@ -269,30 +269,30 @@ def is_current(device: int) -> bool:
 
 @cache
 def _is_capturing() -> Any:
-    """The driver's own cuStreamIsCapturing: cuda.bindings makes an Enum of the answer, slower than the question is."""
+    """The driver's cuStreamIsCapturing, without the overhead of the Enum that cuda.bindings returns."""
     address, _ = call("cuGetProcAddress", b"cuStreamIsCapturing", 10000, 0)
     return ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(int(address))
 
 
 _DEFAULT_STREAM = -1
-"""No stream's number."""
+"""Id of the default stream, distinct from all others."""
 _SEMAPHORE_BYTES = 32
-"""Of a sem_t on 64-bit Linux."""
+"""Size of a sem_t on 64-bit Linux."""
 
 
 def is_capturing(stream: int) -> bool:
-    """Whether what is enqueued on a stream of the current context goes into a graph; the default stream, 0, cannot."""
+    """Whether a stream of the current context is being captured into a graph; False for the default stream, 0."""
     capturing = ctypes.c_int()
     status = _is_capturing()(stream, ctypes.byref(capturing)) if stream else 0
     if status:
-        raise LaunchError(f"asking whether a stream is captured: {describe(_bindings().CUresult(status))}")
+        raise LaunchError(f"querying stream capture: {describe(_bindings().CUresult(status))}")
     return bool(capturing.value)
 
 
 def stream_id(stream: int) -> int | None:
-    """What tells a stream of the current context from every other of the process, earlier ones of its handle included.
+    """Return an id of a stream of the current context that is never reused in this process, unlike handles.
 
-    None while it is being captured into a graph.
+    None while the stream is being captured into a graph.
     """
     if not stream:
         return _DEFAULT_STREAM
@@ -306,7 +306,7 @@ def stream_id(stream: int) -> int | None:
 
 
 def synchronize(device: int) -> None:
-    """Wait for everything that runs on a device.
+    """Wait for all work on a device.
 
     Raises:
         LaunchError: a kernel launched earlier failed.
@@ -316,14 +316,14 @@ def synchronize(device: int) -> None:
 
 
 def memory_free_bytes(device: int) -> int:
-    """Device memory that nobody has allocated."""
+    """Free device memory, in bytes."""
     with context(device):
         free, _ = call("cuMemGetInfo")
     return int(free)
 
 
 class _Library:
-    """Machine code in the driver, on every device that asks for it, until this is collected."""
+    """Machine code loaded in the driver, unloaded when this is collected."""
 
     __slots__ = ("handle",)
 
@@ -331,7 +331,7 @@ class _Library:
         self.handle = call("cuLibraryLoadData", code, [], [], 0, [], [], 0)
 
     def __del__(self) -> None:
-        # As with `Zeroed`.
+        # See `Zeroed.__del__`.
         with suppress(Exception):
             call("cuLibraryUnload", self.handle)
 
@@ -341,8 +341,8 @@ def _load(cubin: Cubin, device: int, smem_bytes: int) -> Function:
     gpu = info(device)
     if smem_bytes > gpu.max_smem_bytes:
         raise UnsupportedError(
-            f"{cubin.name}: wanted {smem_bytes} bytes of shared memory a block, got a GPU that gives "
-            f"{gpu.max_smem_bytes} ({gpu.name}). Smaller tiles or fewer pipeline stages fit."
+            f"{cubin.name}: wanted {smem_bytes} bytes of shared memory per CTA, got a GPU with at "
+            f"most {gpu.max_smem_bytes} ({gpu.name}). Smaller tiles or fewer pipeline stages fit."
         )
     with context(device):
         try:
@@ -357,17 +357,17 @@ def _load(cubin: Cubin, device: int, smem_bytes: int) -> Function:
 
 
 _loaded: Kept[Function] = Kept(512)
-"""By the code's digest, the kernel, the device and the shared memory."""
+"""By digest of the code, kernel, device and shared memory."""
 
 
 def load(cubin: Cubin, device: int, *, smem_bytes: int | None = None) -> Function:
-    """The kernel of a cubin on a device, loaded once a process.
+    """Load the kernel of a cubin on a device, once per process.
 
-    `smem_bytes` is the dynamic shared memory to allow, by default what the cubin's launch shape asks for.
+    `smem_bytes` is the dynamic shared memory to allow, by default that of the cubin's launch shape.
 
     Raises:
-        LaunchError: the driver does not take the machine code.
-        UnsupportedError: the GPU has less shared memory than the kernel asks for.
+        LaunchError: the driver rejects the machine code.
+        UnsupportedError: the GPU has less shared memory than the kernel needs.
     """
     if smem_bytes is None:
         smem_bytes = cubin.launch_shape.smem_bytes if cubin.launch_shape else 0
@@ -380,7 +380,7 @@ def load(cubin: Cubin, device: int, *, smem_bytes: int | None = None) -> Functio
 
 
 def read(device: int, address: int, size_bytes: int) -> bytearray:
-    """What is in device memory when everything on the device is done."""
+    """Synchronise the device and copy memory from it."""
     synchronize(device)
     content = bytearray(size_bytes)
     with context(device):
@@ -389,9 +389,9 @@ def read(device: int, address: int, size_bytes: int) -> bytearray:
 
 
 class Zeroed:
-    """Device memory of one's own, the first `zero_bytes` of it, or all, 0 to whatever runs on `stream` after this.
+    """Device memory whose first `zero_bytes`, by default all, are zeroed on `stream`.
 
-    Freed when collected, which waits until everything on the device is done.
+    Freed when collected, which synchronises the device.
     """
 
     __slots__ = ("_device", "pointer", "size_bytes")
@@ -404,35 +404,35 @@ class Zeroed:
             call("cuMemsetD8Async", self.pointer, 0, zero_bytes, _bindings().CUstream(stream))
 
     def read(self) -> bytearray:
-        """What is in it when everything on the device is done."""
+        """Synchronise the device and copy the contents."""
         return read(self._device, self.pointer, self.size_bytes)
 
     def __del__(self) -> None:
-        # At exit, or after a kernel broke the context, the driver frees it; there is nobody to tell.
+        # At exit, or with a broken context, the driver has freed it already.
         with suppress(Exception):
             call("cuMemFree", self.pointer)
 
 
 _of_graphs: list[tuple[Any, Zeroed]] = []
-"""Memory that graphs own, each with the semaphore that says whether its graph is gone."""
+"""Memory owned by graphs, each with the semaphore that is posted when its graph is destroyed."""
 _of_graphs_lock = threading.Lock()
 
 
 def graph_id(stream: int) -> tuple[int, int]:
-    """What tells the calls on a stream that is being captured into a graph, one after the other, from all others."""
+    """Return an id of the graph and stream of a stream capture in progress."""
     return int(call("cuStreamGetCaptureInfo", _bindings().CUstream(stream))[1]), stream
 
 
 def zeroed_of_graph(device: int, size_bytes: int, stream: int) -> int:
-    """The address of memory that is 0 at first and lives as long as the graph being captured on `stream`.
+    """Return the address of zeroed memory that lives as long as the graph being captured on `stream`.
 
-    It is no node of the graph, which owns a user object, whose destructor posts a semaphore: that runs in the
-    driver's thread, where neither Python nor CUDA may be called. Memory whose semaphore was posted is freed here.
+    The allocation is not a graph node. The graph owns a user object whose destructor posts a semaphore, because it runs
+    on a driver thread that may call neither Python nor CUDA. Memory whose semaphore was posted is freed here.
     """
     driver, libc, gone = _bindings(), ctypes.CDLL(None), ctypes.create_string_buffer(_SEMAPHORE_BYTES)
     libc.sem_init(gone, 0, 0)
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(gone))  # for good: at exit a graph may go after all of Python's objects
-    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED  # allocating is no part of the capture
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(gone))  # leaked: graphs may outlive Python at exit
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED  # do not capture the allocation
     before = call("cuThreadExchangeStreamCaptureMode", relaxed)
     try:
         with _of_graphs_lock:
@@ -456,13 +456,13 @@ def zeroed_of_graph(device: int, size_bytes: int, stream: int) -> int:
 
 
 def blocks_per_sm(function: Function, threads: int, smem_bytes: int) -> int:
-    """Blocks resident on an SM, from the driver's occupancy calculation."""
+    """Resident CTAs per SM, from the driver's occupancy calculation."""
     with context(function.device):
         return int(call("cuOccupancyMaxActiveBlocksPerMultiprocessor", function.handle, threads, smem_bytes))
 
 
 def most_splits(function: Function, threads: int, smem_bytes: int) -> int:
-    """The most blocks that a cluster of a kernel may have on its device, more than every GPU allows included."""
+    """Maximum cluster size of a kernel on its device, including non-portable sizes."""
     config = _bindings().CUlaunchConfig()
     config.gridDimX, config.gridDimY, config.gridDimZ = LARGEST_CLUSTER, 1, 1
     config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
@@ -478,13 +478,13 @@ def _allow_any_cluster(function: Function) -> None:
 
 
 class Launch:
-    """One launch with everything fixed: calling it enqueues the kernel and returns at once.
+    """A launch with fixed arguments; calling it enqueues the kernel and returns immediately.
 
-    cuda.core's `launch` takes scalars and pointers but no struct by value (NVIDIA/cuda-python issue 2343), and the
-    kernels take structs, so this calls `cuLaunchKernel` of cuda.bindings with the address of the array of argument
-    addresses. `params` are the kernel's parameters in order, ctypes values. `cluster`: blocks a cluster, along x, where
-    the kernel leaves it to the launch; 0: as the kernel says. `early`: it may begin while the kernel before it ends;
-    not in a graph, where others stand before and after it, and such an edge takes longer than a plain one.
+    The kernels take structs by value, which cuda.core's `launch` does not support (NVIDIA/cuda-python issue 2343), so
+    this calls `cuLaunchKernel` of cuda.bindings with the address of the array of argument addresses. `params` are the
+    kernel parameters in order, ctypes values. `cluster` is the cluster size along x for kernels that leave it to the
+    launch; 0: the kernel's own. `early` enables programmatic dependent launch, which lets the kernel start while its
+    predecessor finishes; not in graphs, where such an edge takes longer than an ordinary one.
     """
 
     __slots__ = ("_early", "_how", "_keep", "_ok", "_plain", "_stream", "device", "function", "params")
@@ -529,7 +529,7 @@ class Launch:
             self._early = self._form(attributes)
 
     def _form(self, attributes: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
-        """The driver's function that launches with these, and its arguments."""
+        """The driver function for a launch with these attributes, and its arguments."""
         driver, address = _bindings(), ctypes.addressof(self._keep)
         stream, grid, block = driver.CUstream(self._stream), self._how["grid"], self._how["block"]
         if not attributes:
@@ -543,14 +543,14 @@ class Launch:
         return driver.cuLaunchKernelEx, (config, self.function.handle, address, 0)
 
     def on(self, stream: int) -> Launch:
-        """The same launch, of the same arguments in memory, on another stream."""
+        """The same launch, sharing its arguments, on another stream."""
         return Launch(self.function, **self._how, params=self.params, stream=stream)
 
     def __call__(self) -> None:
-        """Enqueue. The device's context must be current, as it is for the library that owns the arrays.
+        """Enqueue the kernel. The device's context must be current, as for the library that owns the arrays.
 
         Raises:
-            LaunchError: the driver refuses.
+            LaunchError: the driver rejects the launch.
         """
         form = self._plain if self._early is None or is_capturing(self._stream) else self._early
         launch, arguments = form

@@ -1,4 +1,4 @@
-"""A bounded store of what is dear to make."""
+"""A bounded, thread-safe cache."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Value = TypeVar("Value")
 
 
 class Kept(Generic[Value]):
-    """At most so many values by their keys; when they are too many, those that nobody asked for lately go.
+    """Cache of at most `most` values by key, which evicts values not used recently.
 
-    Threads may share it. A value that was asked for lately is found without a lock.
+    Thread-safe; recently used values are read without a lock.
     """
 
     def __init__(self, most: int) -> None:
@@ -25,10 +25,10 @@ class Kept(Generic[Value]):
         return len(self._lately) + len(self._before)
 
     def get(self, key: Hashable) -> Value | None:
-        """The value of a key, or None.
+        """Return the value of a key, or None.
 
         Raises:
-            TypeError: it is no key.
+            TypeError: the key is not hashable.
         """
         value = self._lately.get(key)
         if value is None:
@@ -38,7 +38,7 @@ class Kept(Generic[Value]):
         return value
 
     def put(self, key: Hashable, value: Value) -> None:
-        """Keep a value."""
+        """Store a value."""
         with self._lock:
             if key not in self._lately and len(self._lately) >= self._half:
                 self._before, self._lately = self._lately, {}

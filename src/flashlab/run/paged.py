@@ -1,11 +1,11 @@
-"""Attention over a cache of keys and values in pages, as serving engines keep it: `paged_attention` and `append_kv`.
+"""Attention over a paged KV cache, as in serving engines: `paged_attention` and `append_kv`.
 
-A cache is two pools of pages, K and V, (num_pages, kv_heads, page_size, head_dim) each; a page table, (batch, pages a
-sequence) of page numbers in the order of a sequence's keys; and the lengths, (batch,), keys of each sequence. Table and
-lengths are int32 and stay on the device: a sequence that grows needs no new launch plan, and a CUDA graph replays.
+A cache consists of two page pools, K and V, each (num_pages, kv_heads, page_size, head_dim); a page table, (batch,
+pages per sequence), of page numbers in the order of the keys; and the lengths, (batch,), in keys. Table and lengths are
+int32 and stay on the device: a growing sequence reuses the launch plan, and a CUDA graph can be replayed.
 
-As the runner of the stages that read such a cache (`attention._runner`) it also runs them on the keys and values of any
-problem: it copies them into pages in a random order. So they are checked and measured like all others.
+As the runner of the stages that read such a cache (`attention._runner`), this module also runs them on ordinary
+problems, by copying keys and values into pages in random order, so that they are checked and measured like all others.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ from flashlab.run.plan import (
 
 STAGE = "d15_short_starts"
 _FEW_TILES, _FEW = "d1_paged_kv", 16
-"""What `taken` chooses from: one that shares out all keys by time, which lengths that differ need; and one that splits
-each tile over a cluster, which starts and ends sooner, of so many tiles at most."""
+"""The stage for few tiles, which splits each tile over a cluster and has less overhead, and the maximum number of tiles
+for it; otherwise `STAGE`, which balances keys over CTAs by time, as different lengths require."""
 _TILE_ROWS = 16
-"""Query rows of a tile of theirs: MMA_M of kernels/common/mma.cuh."""
+"""Query rows per tile of both stages: MMA_M of kernels/common/mma.cuh."""
 _VIEWS = ("Q", "K", "V", "page_table", "lengths", "O")
-"""What a call is of, by the names of the fields that hold the addresses, in the order of `paged_attention`."""
+"""Arrays of a call, by the structure fields that hold their addresses, in the order of `paged_attention`."""
 _FAULTS = 2
-"""Counters of a launch: page numbers that are none, lengths below 0 or beyond the page table."""
+"""Fault counters of a launch: invalid page numbers, and lengths below 0 or beyond the page table."""
 _GARBAGE = 0x7FFF
-"""The bits of a NaN in either element type: what a page holds where it holds no key."""
+"""Bits of a NaN in both data types, which fill the unused rows of a page."""
 
 
 class PagedCache(ctypes.Structure):
@@ -92,49 +92,50 @@ def paged_attention(
     params: Mapping[str, int] | None = None,
     check: bool = False,
 ) -> Any:
-    """Attention of the last queries of each sequence over its keys in a paged cache, where the arrays are.
+    """Compute attention of the last q_len tokens of each sequence over its keys in a paged KV cache.
 
-    On a GPU (sm_90 or newer): enqueued on the caller's stream, nothing copied, nothing awaited unless `check`. In host
-    memory: the same kernel emulated on the CPU.
+    On a GPU (sm_90 or newer), the kernel is enqueued on the caller's stream, without copies, and without
+    synchronisation unless `check`. In host memory, the same kernel is emulated on the CPU.
 
     Args:
-        q: (batch, q_heads, q_len, head_dim), float16 or bfloat16, as `flashlab.attention` takes it. The query heads
-            that share a K/V head times q_len are at most 64.
+        q: (batch, q_heads, q_len, head_dim), float16 or bfloat16, as in `flashlab.attention`. q_len times the number
+            of query heads per K/V head is at most 64.
         k_cache: (num_pages, kv_heads, page_size, head_dim), any strides, the last dimension contiguous; page_size is a
-            power of two of at most 256. A cache of (num_pages, page_size, kv_heads, head_dim) comes as
+            power of two of at most 256. Pass a cache of (num_pages, page_size, kv_heads, head_dim) as
             `cache.transpose(1, 2)`.
-        v_cache: as `k_cache`.
-        page_table: int32 (batch, pages a sequence), on the device of q, the last dimension contiguous: page numbers in
-            the order of a sequence's keys. What lies beyond its length is never read.
-        lengths: int32 (batch,), on the device of q, contiguous: keys of each sequence, those of its queries among them.
-            A sequence of length 0 gets 0.
-        causal: query i of q_len sees the first length - q_len + i + 1 keys. False: all of its sequence.
-        window: of these the last so many, as `flashlab.attention` takes it, its diagonal at the end of each sequence.
-            Pages before every query's window are not read, and their numbers may be anything.
-        softcap: what scores are bounded by, as in `flashlab.attention`.
-        scale: finite; 1/sqrt(head_dim) where None.
-        out: where to write, like `q`; a new contiguous array of the caller's library where None.
-        return_lse: also return the log-sum-exp of the scores (natural log, float32, -inf where a query sees no key).
-        stream: as `flashlab.attention` takes it.
-        stage: the id of one that reads a cache in pages. None: d1_paged_kv for at most 16 work tiles (of 16 query rows
-            of a sequence that share a K/V head) and d15_short_starts for more.
-        params: the stage's tunables, by name; where left out, as `flashlab.attention` has them, of sequences as long
-            as the page table has room for.
-        check: wait, and refuse a page number that is none and a length that is beyond the page table. Without, keys of
-            such pages count as zeros and such a length is cut; nothing outside the cache is ever read. In host memory
-            both are refused always.
+        v_cache: like `k_cache`.
+        page_table: int32 (batch, pages per sequence), on the device of q, the last dimension contiguous: page numbers
+            in the order of the keys. Entries beyond the length of a sequence are never read.
+        lengths: int32 (batch,), on the device of q, contiguous: number of keys of each sequence, including those of
+            its queries. The output of a sequence of length 0 is 0.
+        causal: whether query i sees only the first length - q_len + i + 1 keys of its sequence.
+        window: sliding window, as in `flashlab.attention`, with the diagonal at the end of each sequence. Pages before
+            the windows of all queries are not read, and their numbers are ignored.
+        softcap: soft cap on scores, softcap · tanh(score / softcap); 0 disables it.
+        scale: finite factor on the scores; default: 1/sqrt(head_dim).
+        out: output array, like `q`; default: a new contiguous array of the caller's library.
+        return_lse: whether to also return the log-sum-exp of the scores, float32 (batch, q_heads, q_len) (natural log,
+            -inf if a query sees no key).
+        stream: as in `flashlab.attention`.
+        stage: id of a stage that reads a paged cache. Default: d1_paged_kv for at most 16 work tiles (16 query rows of
+            one sequence and K/V head), else d15_short_starts.
+        params: tunables of the stage, by name; default: as in `flashlab.attention`, for sequences of the maximum
+            length that the page table holds.
+        check: whether to synchronise and refuse invalid page numbers and lengths beyond the page table. Without it,
+            keys in invalid pages are zeros and lengths are clipped; nothing outside the cache is read. In host memory,
+            this check is always made.
 
     Returns:
-        The output, or (output, lse).
+        The output, like `q`, or (output, lse).
 
     Raises:
-        InputError: arguments are off (ShapeError, DTypeError, LayoutError, DeviceError, UnknownStageError,
+        InputError: invalid arguments (ShapeError, DTypeError, LayoutError, DeviceError, UnknownStageError,
             ParameterError).
-        UnsupportedError: the kernel does not run this here.
-        NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: as they say.
+        UnsupportedError: the stage does not support this call here.
+        NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: see there.
     """
     asked = (stage, causal, window, softcap, scale, return_lse, check)
-    key, addresses, again = recipes.kept((q, k_cache, v_cache, page_table, lengths), out, asked, params)
+    key, addresses, again = recipes.lookup((q, k_cache, v_cache, page_table, lengths), out, asked, params)
     if again is not None:
         return again(q, addresses, out, return_lse, stream)
     arrays.refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
@@ -168,25 +169,25 @@ def paged_attention(
 def append_kv(
     k_cache: Any, v_cache: Any, k: Any, v: Any, page_table: Any, lengths: Any, *, check: bool = False
 ) -> None:
-    """Write the keys and values of new tokens into a paged cache, behind those that are there.
+    """Append the keys and values of new tokens to a paged KV cache, in place.
 
-    Enqueued by the arrays' own library, on its current stream. `lengths` is left as it is: add the new tokens to it
-    before the attention over them.
+    Runs on the current stream of the arrays' library. Does not change `lengths`: add the number of new tokens before
+    calling `paged_attention`.
 
     Args:
-        k_cache: as `paged_attention` takes it, a torch tensor, or a CuPy or NumPy array.
-        v_cache: likewise.
-        k: (batch, kv_heads, new tokens, head_dim), of the type and on the device of the cache.
-        v: likewise.
-        page_table: as `paged_attention` takes it; it must name the pages that the new tokens go to.
-        lengths: int32 (batch,): keys of each sequence before.
-        check: wait, and refuse a page number that is none and a length that leaves the page table no room for the new
-            tokens. Without, the library's indexing does with them what it does: it takes a negative page number for one
-            from the end, and fails of one that is too large. In host memory both are refused always.
+        k_cache: (num_pages, kv_heads, page_size, head_dim), a torch tensor, or a CuPy or NumPy array.
+        v_cache: like `k_cache`.
+        k: (batch, kv_heads, new tokens, head_dim), of the dtype and on the device of the cache.
+        v: like `k`.
+        page_table: int32 (batch, pages per sequence), including the pages of the new tokens.
+        lengths: int32 (batch,): number of keys of each sequence before the new tokens.
+        check: whether to synchronise and refuse invalid page numbers, and lengths that leave no room in the page table
+            for the new tokens. Without it, these reach the library's indexing, where negative page numbers count from
+            the end and too large ones fail. In host memory, this check is always made.
 
     Raises:
-        InputError: arguments are off, of which nothing is written then (ShapeError, DTypeError, LayoutError,
-            DeviceError), or, with `check`, a page number or a length is.
+        InputError: invalid arguments (ShapeError, DTypeError, LayoutError, DeviceError), or, with `check`, an invalid
+            page number or length. Nothing is written.
     """
     given = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "page_table": page_table, "lengths": lengths}
     arrays.refuse_gradients(**given)
@@ -216,7 +217,7 @@ def append_kv(
 
 
 def _check_appended(views: Mapping[str, DeviceArray]) -> None:
-    """Raise what is wrong with the arrays of `append_kv`, but for their numbers."""
+    """Raise `InputError` if the arrays of `append_kv` are invalid, apart from their values."""
     k_cache, v_cache, k, v, table, lengths = views.values()
     _check_cache(k_cache, v_cache)
     if k_cache.pointer == v_cache.pointer:
@@ -241,7 +242,7 @@ def _check_appended(views: Mapping[str, DeviceArray]) -> None:
 
 
 def _check_cache(k: DeviceArray, v: DeviceArray) -> None:
-    """Raise what is wrong with the shapes of both pools: ShapeError."""
+    """Raise `ShapeError` if the shapes of the pools are invalid."""
     if k.shape != v.shape or len(k.shape) != 4 or 0 in k.shape:
         raise ShapeError(
             "k_cache, v_cache: wanted (num_pages, kv_heads, page_size, head_dim) of both, none of them 0, got shapes "
@@ -250,9 +251,9 @@ def _check_cache(k: DeviceArray, v: DeviceArray) -> None:
 
 
 def _check_pages(table: DeviceArray, lengths: DeviceArray, of: DeviceArray, name: str) -> None:
-    """Raise what is wrong with both, but for their numbers: DTypeError, ShapeError.
+    """Raise `DTypeError` or `ShapeError` if table or lengths are invalid, apart from their values.
 
-    They are for the sequences of an array that errors call `name`.
+    They must match the batch of the array `of`, which errors call `name`.
     """
     for what, array, wanted in (("page_table", table, "(batch, pages a sequence)"), ("lengths", lengths, "(batch,)")):
         check_dtype(what, array, "int32")
@@ -262,7 +263,7 @@ def _check_pages(table: DeviceArray, lengths: DeviceArray, of: DeviceArray, name
 
 
 def _first(array: Any, off: Any) -> str:
-    """The first number of an array by sequences that is off, for people; empty where none is."""
+    """Describe the first value of `array` selected by the mask `off`, and its sequence; empty if none is."""
     if not off.any():
         return ""
     flat = off.reshape(-1).tolist()
@@ -271,7 +272,7 @@ def _first(array: Any, off: Any) -> str:
 
 
 def taken(problem: Problem) -> str:
-    """The stage that reads a problem's keys in pages, where none is named."""
+    """The id of the stage that `paged_attention` selects by default."""
     rows = problem.q_heads // problem.kv_heads * problem.q_len
     tiles = problem.batch * problem.kv_heads * -(-rows // _TILE_ROWS)
     return _FEW_TILES if tiles <= _FEW else STAGE
@@ -281,28 +282,28 @@ def _stage(name: str | None, problem: Problem) -> Stage:
     stage = registry.get(taken(problem) if name is None else name)
     if stage.runner != __name__:
         able = [candidate.id for candidate in registry.DECODE.values() if candidate.runner == __name__]
-        raise UnknownStageError(f"stage: wanted one that reads a cache in pages, {' or '.join(able)}, got {name!r}")
+        raise UnknownStageError(f"stage: wanted one that reads a paged cache, {' or '.join(able)}, got {name!r}")
     rows = problem.q_heads // problem.kv_heads * problem.q_len
     if stage.max_rows is not None and rows > stage.max_rows:
         raise UnsupportedError(
-            f"q: wanted at most {stage.max_rows} query rows a K/V head (query heads that share it times q_len), got "
-            f"{rows}. Calls of fewer queries work, and `flashlab.attention` over keys in one tensor."
+            f"q: wanted at most {stage.max_rows} query rows per K/V head (q_len times query heads per K/V head), got "
+            f"{rows}. Calls with fewer queries work, and `flashlab.attention` on contiguous keys."
         )
     return stage
 
 
 def _as_timed(problem: Problem) -> Problem:
-    """The same problem where one query row sees all keys: tables have it without a mask."""
+    """The problem as recorded in tables: non-causal if there is one query row, which sees all keys anyway."""
     return replace(problem, mask="full") if problem.q_len == 1 else problem
 
 
 def _problem(inputs: Mapping[str, DeviceArray], table: DeviceArray, lengths: DeviceArray, causal: bool) -> Problem:
-    """The problem of sequences as long as the page table has room for."""
+    """The problem, with the maximum sequence length that the page table holds."""
     q, k, v = inputs.values()
     if len(q.shape) != 4:
         raise ShapeError(
-            f"q: wanted (batch, q_heads, q_len, head_dim), got shape {q.shape}. `q[:, :, None]` makes one of a row a "
-            "sequence, (batch, q_heads, head_dim)"
+            f"q: wanted (batch, q_heads, q_len, head_dim), got shape {q.shape}. `q[:, :, None]` converts one "
+            "row per sequence, (batch, q_heads, head_dim)"
         )
     _check_pages(table, lengths, q, "q")
     _check_cache(k, v)
@@ -322,25 +323,25 @@ def _problem(inputs: Mapping[str, DeviceArray], table: DeviceArray, lengths: Dev
 
 
 class _Call(NamedTuple):
-    """A sound call."""
+    """A validated call."""
 
     plan: Plan
     views: Mapping[str, DeviceArray]
-    """Those of `_VIEWS`; K and V are the pools."""
+    """By the names of `_VIEWS`; K and V are the pools."""
 
     @property
     def structures(self) -> tuple[AttentionParams, PagedCache]:
-        """The kernel's arguments, without the pointers that `params_for` does not set."""
+        """The kernel arguments, without the pointers that `params_for` does not set."""
         table, pool = self.views["page_table"], self.views["K"]
         cache = PagedCache(table_stride=table.strides[0], num_pages=pool.shape[0])
         return params_for(self.plan.problem, self.plan.scale, self.views), cache
 
     def on_cpu(self, run: EmulatedCall) -> list[emulator.Structure]:
-        """The kernel's arguments on a CPU, as `EmulatedCall` takes them."""
+        """The kernel arguments on a CPU, for `EmulatedCall`."""
         return [emulator.Structure(value=structure, pointers=run.pointers) for structure in self.structures]
 
     def refuse(self, pages: str, lengths: str) -> None:
-        """Raise which page numbers and lengths are off, where some are."""
+        """Raise `InputError` if `pages` or `lengths` describe invalid values."""
         room, numbers = self.plan.problem.kv_len, f"page numbers of 0 to {self.views['K'].shape[0] - 1}"
         off = [f"page_table: wanted {numbers}, got {pages}"] if pages else []
         off += [f"lengths: wanted 0 to {room} keys, as the page table has room for, got {lengths}"] if lengths else []
@@ -349,7 +350,7 @@ class _Call(NamedTuple):
 
 
 def _check_on_cpu(call: _Call) -> None:
-    """Look for the faults that the kernel counts; here they are there to be seen."""
+    """Raise `InputError` for the faults that the kernel counts; in host memory the values can be inspected."""
     table, lengths, pool = call.views["page_table"].owner, call.views["lengths"].owner, call.views["K"]
     kept, (left, _) = lengths.clip(0)[:, None], call.plan.problem.reach
     first_keys = pool.shape[2] * np.arange(table.shape[1])
@@ -375,15 +376,15 @@ def _run_on_gpu(
 
 
 def job_of(stage: Stage, problem: Problem, arch: str, options: Mapping[str, Any]) -> compiler.Job:
-    """The code of a call. The page size is the cache's, so that a kernel whose registers spill is better than none."""
+    """The compile job of a call. Spills are allowed, because the page size is given by the cache."""
     return compiler.Job.of(stage, problem, arch=arch, may_spill=True, **options)
 
 
 def _recipe(call: _Call, options: Mapping[str, Any]) -> recipes.Recipe:
-    """What the call and those like it launch.
+    """The recipe of the call and of others with the same layout.
 
     Raises:
-        UnsupportedError: the kernel does not run this here; and what compiling and loading raise.
+        FlashlabError: UnsupportedError if the stage does not support this call here; as compiling and loading raise.
     """
     stage, problem, device = call.plan.stage, call.plan.problem, call.plan.device
     arch, slug = gpu.info(device).arch, gpu.info(device).slug
@@ -405,16 +406,16 @@ def _recipe(call: _Call, options: Mapping[str, Any]) -> recipes.Recipe:
 
 
 def _table(problem: Problem, page_size: int) -> Any:
-    """Page numbers, in a random order that is the same at each call: NumPy int32 (batch, pages a sequence)."""
+    """Page table in a fixed random order, NumPy int32 (batch, pages per sequence)."""
     width = -(-problem.kv_len // page_size)
     order = np.random.default_rng(0).permutation(problem.batch * width)
     return order.astype("int32").reshape(problem.batch, width)
 
 
 def _in_pages(bits: Any, table: Any, page_size: int, full: Callable[..., Any]) -> Any:
-    """(batch, heads, length, head_dim) as pools of pages, (pages, heads, page_size, head_dim).
+    """Copy (batch, heads, length, head_dim) into a page pool, (pages, heads, page_size, head_dim).
 
-    `bits`: 16-bit integers, of NumPy or torch like `table`; `full` makes an array of theirs.
+    `bits` are 16-bit integers, an array of NumPy or torch like `table`; `full` creates a filled array of that library.
     """
     batch, heads, length, head_dim = bits.shape
     width = table.shape[1]
@@ -429,8 +430,8 @@ def _in_pages(bits: Any, table: Any, page_size: int, full: Callable[..., Any]) -
 def passes(
     recipe: recipes.Recipe, views: Mapping[str, DeviceArray], params: AttentionParams, stream: int
 ) -> Callable[[], None]:
-    """A stage on arrays in any layout: keys and values are copied into pages, by torch; again where a torch tensor was
-    written to since. See `attention._runner`."""
+    """Run a stage on ordinary arrays, copying K and V into pages with torch, and again when a torch tensor has been
+    written. See `attention._runner`."""
     plan, page_size = recipe.plan, recipe.code.cubin.parameters["PAGE_SIZE"]
     torch = importlib.import_module("torch")
     placement = {"dtype": torch.int32, "device": f"cuda:{plan.device}"}
@@ -454,7 +455,7 @@ def passes(
 
 
 def emulated_passes(run: EmulatedCall) -> list[emulator.Structure]:
-    """A stage on the CPU on arrays in any layout: keys and values are copied into pages. See `attention._runner`."""
+    """Run a stage on ordinary arrays on the CPU, copying K and V into pages. See `attention._runner`."""
     problem, page_size = run.planned.problem, run.kernel.parameters["PAGE_SIZE"]
     made = {"page_table": _table(problem, page_size), "lengths": np.full((problem.batch,), problem.kv_len, np.int32)}
     for name in "KV":

@@ -1,4 +1,4 @@
-"""What a call of `attention` would run: its arguments checked, its stage chosen. Needs no GPU and no array library."""
+"""Validation of the arguments of `attention`, and selection of its stage. Needs no GPU and no array library."""
 
 from __future__ import annotations
 
@@ -18,44 +18,44 @@ from flashlab.run.arrays import DeviceArray, Place, contiguous_strides, mark_wri
 from flashlab.run.tensor_map import MAX_STRIDE_BYTES
 
 _MAX_FACTOR = (2 - 2**-23) * 2.0**127 / math.log2(math.e)
-"""What scores are multiplied by at most: kernels hold it times log2 e, in float32."""
+"""Maximum factor on scores: kernels hold factor · log2(e) in float32."""
 ROW_ALIGNMENT_BYTES = 16
-"""What ALIGNED=1 promises a kernel of every row's address: its widest access, and what tensor maps want."""
+"""Alignment of every row if ALIGNED=1: the widest access of a kernel, and a requirement of tensor maps."""
 _MAX_GRID_YZ = 65535
 _MAX_LENGTH = 2**29
-"""Kernels count rows and keys in 32 bits, and add those of queries and keys and of a tile past the end."""
+"""Kernels add query and key indices, including a tile past the end, in 32 bits."""
 _MAX_TILES, _LEAST_TILE = 2**31 - 1, 16
-"""Kernels count work tiles in 32 bits; a tile's rows at least."""
+"""Maximum number of work tiles, counted in 32 bits, and minimum number of rows per tile."""
 
 
 class Sequences(NamedTuple):
-    """Which rows of packed arrays are whose: what `prepare` and `emulate` take beside q, k and v."""
+    """Boundaries of packed sequences, for `prepare` and `emulate`."""
 
     cu_seqlens_q: Any
     """int32 (batch + 1,), on the device of q: sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q."""
     cu_seqlens_k: Any
-    """Likewise of k and v."""
+    """int32 (batch + 1,), likewise for k and v."""
     max_seqlen_q: int
-    """No sequence has more query rows."""
+    """Upper bound on the query length of every sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A sound call: what to compile and what the kernel needs."""
+    """A validated call: what to compile and launch."""
 
     problem: Problem
     stage: Stage
     scale: float
     why_slow: str
-    """Why rows go element by element, which is slower: the first array that the fast path cannot take. Empty where it
-    takes all: every row of Q, K, V and O starts on a 16-byte boundary, and where the stage takes tensor maps, or loads
-    rows by WMMA, these can describe all four. An expanded K or V, of stride 0, is one that tensor maps cannot."""
+    """Why the slow path, which loads rows element by element, is taken: the first array that the fast path does not
+    support. Empty if every row of Q, K, V and O starts on a 16-byte boundary and, for a stage with tensor maps or WMMA
+    loads, these can describe all four arrays. Tensor maps cannot describe an expanded K or V (stride 0)."""
     device: int
     """CUDA device index, or `arrays.HOST`."""
 
     @property
     def aligned(self) -> bool:
-        """Whether the kernel is the one for aligned rows, which is fast."""
+        """Whether the fast kernel, for aligned rows, is used."""
         return not self.why_slow
 
 
@@ -77,16 +77,16 @@ def plan(
     slug: str | None = None,
     sm_count: int | None = None,
 ) -> Plan:
-    """What a call would run, once its arguments are sound. `out` None means an aligned new tensor.
+    """Validate the arguments of a call and select its stage. `out` None means a new, aligned array.
 
     With `cu_seqlens_q` and `cu_seqlens_k`, the arrays are packed: (total, heads, head_dim).
 
-    `arch` None is a CPU, which runs every stage. Where no stage is named, `slug`, a GPU's folder under data/, and its
-    `sm_count` let the records choose (choice.py); the last rung that runs the problem without them.
+    `arch` None is a CPU, which runs every stage. An unnamed stage is selected from the records of `slug`, the folder
+    of a GPU under data/ with `sm_count` SMs (choice.py), or without `slug` is the last rung that supports the problem.
 
     Raises:
-        ShapeError, DTypeError, LayoutError, DeviceError, ParameterError, UnknownStageError: unsound arguments.
-        UnsupportedError: no stage, or not the named one, runs this problem on `arch`.
+        ShapeError, DTypeError, LayoutError, DeviceError, ParameterError, UnknownStageError: invalid arguments.
+        UnsupportedError: no stage, or not the named one, supports this problem on `arch`.
     """
     chosen = None if stage is None else registry.get(stage)
     inputs = {"q": q, "k": k, "v": v}
@@ -111,15 +111,15 @@ def plan(
 
 
 def planned(problem: Problem, stage: Stage, scale: Any, rows: Mapping[str, DeviceArray], *, tensor_maps: bool) -> Plan:
-    """The plan of a problem on a stage; `rows` are the arrays that may make it a slow one: see `why_slow`.
+    """Build the plan of a problem on a stage; `rows` are the arrays checked by `why_slow`.
 
     Raises:
-        ParameterError: the scale is no finite number, or not over the soft cap.
+        ParameterError: the scale, or the scale divided by the soft cap, is out of range.
     """
     scale = scale_of(scale, problem.head_dim)
     if problem.softcap and abs(scale / problem.softcap) > _MAX_FACTOR:
         raise ParameterError(
-            f"softcap: wanted one by which the scale, {scale:g}, can be divided in float32, got {problem.softcap!r}"
+            f"softcap: wanted scale / softcap to fit float32 for scale {scale:g}, got {problem.softcap!r}"
         )
     by = {"tensor_maps": tensor_maps, "wmma": stage.wmma_strides}
     reasons = (why_slow(name, array, **by) for name, array in rows.items())
@@ -133,10 +133,10 @@ def planned(problem: Problem, stage: Stage, scale: Any, rows: Mapping[str, Devic
 
 
 def by_head(packed: DeviceArray, name: str) -> DeviceArray:
-    """(total, heads, head_dim) as (1, heads, total, head_dim).
+    """View (total, heads, head_dim) as (1, heads, total, head_dim).
 
     Raises:
-        ShapeError: it has other dimensions.
+        ShapeError: the array does not have three dimensions.
     """
     if len(packed.shape) != 3:
         raise ShapeError(f"{name}: wanted 3 dimensions (total, heads, head_dim), got shape {packed.shape}")
@@ -145,10 +145,10 @@ def by_head(packed: DeviceArray, name: str) -> DeviceArray:
 
 
 def _varlen(problem: Problem, cu_seqlens_q: DeviceArray, cu_seqlens_k: DeviceArray, max_seqlen_q: Any) -> Problem:
-    """The problem of one sequence as that of those that it is packed of.
+    """Convert the problem of packed arrays as one sequence to that of their sequences.
 
     Raises:
-        ShapeError, DTypeError, LayoutError, ParameterError: there are none such.
+        ShapeError, DTypeError, LayoutError, ParameterError: invalid cumulative lengths or `max_seqlen_q`.
     """
     check_cu_seqlens(cu_seqlens_q, "cu_seqlens_q")
     check_cu_seqlens(cu_seqlens_k, "cu_seqlens_k")
@@ -168,7 +168,7 @@ def _varlen(problem: Problem, cu_seqlens_q: DeviceArray, cu_seqlens_k: DeviceArr
 
 
 def check_cu_seqlens(array: DeviceArray, name: str) -> None:
-    """Raise what is wrong with one, but for its numbers: DTypeError, ShapeError, LayoutError."""
+    """Raise `DTypeError`, `ShapeError` or `LayoutError` if cumulative lengths are invalid, apart from their values."""
     check_dtype(name, array, "int32")
     if len(array.shape) != 1 or array.shape[0] < 2:
         raise ShapeError(f"{name}: wanted (batch + 1,), of at least one sequence, got shape {array.shape}")
@@ -176,15 +176,15 @@ def check_cu_seqlens(array: DeviceArray, name: str) -> None:
 
 
 def check_lengths(cu_seqlens_q: Any, cu_seqlens_k: Any, *, total_q: int, total_k: int, max_seqlen_q: int) -> None:
-    """Raise what is wrong with the numbers in both, NumPy arrays; q has `total_q` rows and k `total_k`: InputError."""
+    """Raise `InputError` if the values of cumulative lengths, NumPy arrays, are invalid."""
     shown = 12
     for name, cu_seqlens, total in (("q", cu_seqlens_q, total_q), ("k", cu_seqlens_k, total_k)):
         lengths = cu_seqlens[1:].astype("int64") - cu_seqlens[:-1]
         if cu_seqlens[0] != 0 or (lengths < 0).any() or cu_seqlens[-1] > total:
             got = ", ".join(map(str, cu_seqlens[:shown].tolist())) + (", …" if len(cu_seqlens) > shown else "")
             raise InputError(
-                f"cu_seqlens_{name}: wanted numbers from 0 to at most {total}, the rows of {name}, none below the one "
-                f"before, got {got}"
+                f"cu_seqlens_{name}: wanted non-decreasing numbers from 0 to at most {total}, the rows of {name}, got "
+                f"{got}"
             )
         if name == "q" and lengths.max() > max_seqlen_q:
             raise InputError(
@@ -194,10 +194,10 @@ def check_lengths(cu_seqlens_q: Any, cu_seqlens_k: Any, *, total_q: int, total_k
 
 
 def window_of(window: Any) -> Window:
-    """Both sides of a window as `attention` takes it.
+    """Convert a window as given to `attention` to (left, right).
 
     Raises:
-        ParameterError: it is none.
+        ParameterError: the window is invalid.
     """
     sides = [window, window] if isinstance(window, numbers.Integral) else NO_WINDOW if window is None else window
     try:
@@ -206,17 +206,17 @@ def window_of(window: Any) -> Window:
         left = right = UNLIMITED - 1
     if min(left, right) < UNLIMITED or any(isinstance(side, bool) for side in sides):
         raise ParameterError(
-            "window: wanted None, the number of keys to either side of a query's own, or (left, right) with None or "
+            "window: wanted None, the number of keys on both sides of the diagonal, or (left, right) with None or "
             f"{UNLIMITED} for no limit, got {window!r}"
         )
     return left, right
 
 
 def with_features(problem: Problem, window: Any, softcap: Any) -> Problem:
-    """The problem in a window and with a soft cap; a side of the window that hides no key is left out.
+    """Add a window and soft cap to a problem; a side of the window that hides no key is dropped.
 
     Raises:
-        ParameterError: they are none.
+        ParameterError: the window or soft cap is invalid.
     """
     left, right = window_of(window)
     factor = softcap_of(softcap)
@@ -230,27 +230,27 @@ def with_features(problem: Problem, window: Any, softcap: Any) -> Problem:
 
 
 def scale_of(scale: Any, head_dim: int) -> float:
-    """What scores are multiplied by.
+    """Return the factor on scores, 1/sqrt(head_dim) for None.
 
     Raises:
-        ParameterError: no finite number.
+        ParameterError: the scale is not a number, or out of range.
     """
     if scale is None:
         return float(head_dim**-0.5)
     factor = _factor(scale)
     if factor is None:
         raise ParameterError(
-            f"scale: wanted a finite number of at most {_MAX_FACTOR:.3g} either way, or None for 1/sqrt(head_dim), got "
+            f"scale: wanted a number of magnitude at most {_MAX_FACTOR:.3g}, or None for 1/sqrt(head_dim), got "
             f"{scale!r}"
         )
     return factor
 
 
 def softcap_of(softcap: Any) -> float:
-    """What scores are bounded by; 0: nothing.
+    """Return the soft cap on scores as a float; 0 disables it.
 
     Raises:
-        ParameterError: no such number.
+        ParameterError: the soft cap is not a number, negative or out of range.
     """
     factor = _factor(softcap)
     if factor is None or factor < 0:
@@ -261,7 +261,7 @@ def softcap_of(softcap: Any) -> float:
 
 
 def _factor(value: Any) -> float | None:
-    """A number that kernels multiply by in float32; None where it is none."""
+    """Convert a factor to float; None if it is not a number or exceeds the range of the kernels."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     try:
@@ -272,28 +272,30 @@ def _factor(value: Any) -> float | None:
 
 
 def tunables(params: Any) -> dict[str, Any]:
-    """Values of tunables by name, as a caller gave them; the stage looks at what they are.
+    """Return a caller's tunables as a dict; the stage validates names and values.
 
     Raises:
-        ParameterError: they have no names.
+        ParameterError: `params` is not a mapping from names.
     """
     if not isinstance(params or {}, Mapping) or not all(isinstance(name, str) for name in params or {}):
-        raise ParameterError(f"params: wanted values by the names of tunables, as {{'TILE_KV': 64}}, got {params!r}")
+        raise ParameterError(
+            f"params: wanted a mapping from tunables to values, such as {{'TILE_KV': 64}}, got {params!r}"
+        )
     return dict(params or {})
 
 
 def check_flags(**flags: Any) -> None:
-    """Raise that one is neither True nor False: ParameterError."""
+    """Raise `ParameterError` unless each flag is True or False."""
     for name, flag in flags.items():
         if not isinstance(flag, bool):
             raise ParameterError(f"{name}: wanted True or False, got {flag!r}")
 
 
 def problem_of(inputs: Mapping[str, DeviceArray], causal: Any, *, packed: bool = False) -> Problem:
-    """The problem of q, k and v; `packed`: one sequence of them, (total, heads, head_dim).
+    """Return the problem of q, k and v; `packed`: of arrays (total, heads, head_dim), as one sequence.
 
     Raises:
-        ShapeError, DTypeError, ParameterError: they make none.
+        ShapeError, DTypeError, ParameterError: the arguments are invalid.
     """
     check_flags(causal=causal)
     dims = ("total", "heads", "head_dim") if packed else ("batch", "heads", "length", "head_dim")
@@ -327,7 +329,7 @@ def problem_of(inputs: Mapping[str, DeviceArray], causal: Any, *, packed: bool =
 
 
 def check_size(problem: Problem) -> None:
-    """Raise what a problem has more of than kernels count to: ShapeError."""
+    """Raise `ShapeError` if a size exceeds the range of the kernels."""
     for name in SIZES:
         most, size = _MAX_GRID_YZ if name in ("batch", "q_heads") else _MAX_LENGTH, getattr(problem, name)
         if size > most:
@@ -340,7 +342,7 @@ def check_size(problem: Problem) -> None:
 
 
 def check_dtype(name: str, array: DeviceArray, *wanted: str) -> None:
-    """Raise what is wrong with an input's type, with what makes it the first that is wanted: DTypeError."""
+    """Raise `DTypeError`, suggesting a cast to the first dtype, unless an array has one of the `wanted` dtypes."""
     if array.dtype in wanted:
         return
     casts = {"float16": "half()", "float32": "float()", "int32": "int()"}
@@ -352,7 +354,7 @@ def check_dtype(name: str, array: DeviceArray, *wanted: str) -> None:
 
 
 def check_layout(name: str, array: DeviceArray, q: DeviceArray) -> None:
-    """Raise what is wrong with where an array lies: DeviceError, LayoutError."""
+    """Raise `DeviceError` or `LayoutError` if an array is not on the device of q, or its layout is unsupported."""
     if array.device != q.device:
         raise DeviceError(f"{name}: wanted the device of q, {q.place}, got {array.place}. Moving one of them works.")
     if array.strides[-1] != 1 and array.shape[-1] > 1:
@@ -367,8 +369,7 @@ def check_layout(name: str, array: DeviceArray, q: DeviceArray) -> None:
 
 
 def check_out(out: DeviceArray, inputs: Mapping[str, DeviceArray], dtype: str | None = None) -> None:
-    """Raise what is wrong with the caller's array for the output, of `dtype` or else the type of q: ShapeError,
-    DTypeError, LayoutError."""
+    """Raise `ShapeError`, `DTypeError` or `LayoutError` if the output array is invalid; `dtype` is by default q's."""
     q = inputs["q"]
     if out.shape != q.shape:
         raise ShapeError(f"out: wanted the shape of q, {q.shape}, got {out.shape}")
@@ -379,7 +380,7 @@ def check_out(out: DeviceArray, inputs: Mapping[str, DeviceArray], dtype: str | 
 
 
 def check_writable(name: str, array: DeviceArray) -> None:
-    """Raise why an array cannot be written: LayoutError."""
+    """Raise `LayoutError` if an array is read-only or overlaps itself."""
     if array.readonly:
         raise LayoutError(f"{name}: wanted memory that may be written, got a read-only array")
     if array.overlaps_itself:
@@ -390,17 +391,17 @@ def check_writable(name: str, array: DeviceArray) -> None:
 
 
 def check_contiguous(name: str, array: DeviceArray) -> None:
-    """Raise that an array has gaps, or another order: LayoutError."""
+    """Raise `LayoutError` unless an array is contiguous."""
     contiguous = contiguous_strides(array.shape)
     if any(n > 1 and a != b for n, a, b in zip(array.shape, array.strides, contiguous, strict=True)):
         raise LayoutError(f"{name}: wanted a contiguous array, got strides {array.strides} over shape {array.shape}")
 
 
 def refuse_overlap(name: str, array: DeviceArray, others: Mapping[str, DeviceArray]) -> None:
-    """The one check of `plan` that two addresses decide together.
+    """Check that an output does not overlap other arrays, the only check of `plan` that compares addresses.
 
     Raises:
-        LayoutError: an array that is written overlaps another.
+        LayoutError: the output overlaps another array.
     """
     low, high = array.extent
     for other, of in others.items():
@@ -412,12 +413,12 @@ def refuse_overlap(name: str, array: DeviceArray, others: Mapping[str, DeviceArr
 
 
 def lse_shape(q: DeviceArray) -> tuple[int, ...]:
-    """(batch, q_heads, q_len), or of packed sequences (q_heads, total_q)."""
+    """Shape of the log-sum-exp: (batch, q_heads, q_len), or (q_heads, total_q) for packed sequences."""
     return q.shape[:3] if len(q.shape) == 4 else (q.shape[1], q.shape[0])
 
 
 def check_lse(lse: DeviceArray, inputs: Mapping[str, DeviceArray], out: DeviceArray) -> None:
-    """Raise what is wrong with the caller's array for the log-sum-exp of the rows of q."""
+    """Raise `InputError` if the array for the log-sum-exp is invalid."""
     q = inputs["q"]
     if lse.shape != lse_shape(q):
         names = "(batch, q_heads, q_len)" if len(q.shape) == 4 else "(q_heads, total_q)"
@@ -430,7 +431,7 @@ def check_lse(lse: DeviceArray, inputs: Mapping[str, DeviceArray], out: DeviceAr
 
 
 class Outputs(NamedTuple):
-    """What a call writes: the arrays of the caller's library, and views of them; no log-sum-exp where none is asked."""
+    """Output arrays of a call, of the caller's library, and views of them; None for a log-sum-exp not requested."""
 
     out: Any
     lse: Any
@@ -447,11 +448,11 @@ def outputs_of(
     return_lse: bool,
     dtype: str | None = None,
 ) -> Outputs:
-    """Both arrays, made where the caller gives none; `out`, once `check_out` took it, of `dtype` or the type of q.
+    """Allocate the outputs that the caller does not pass; `out` must have passed `check_out`. default `dtype`: q's.
 
     Raises:
-        ShapeError, DTypeError, DeviceError, LayoutError: the caller's `lse` is none such.
-        ParameterError: of a library that makes no arrays; `return_lse` is no truth value.
+        ShapeError, DTypeError, DeviceError, LayoutError: the caller's `lse` is invalid.
+        ParameterError: the caller's library cannot allocate arrays here; `return_lse` is neither True nor False.
     """
     check_flags(return_lse=return_lse)
     q, given = inputs["q"], lse is not None
@@ -465,7 +466,7 @@ def outputs_of(
 
 
 def why_slow(name: str, array: DeviceArray, *, tensor_maps: bool, wmma: bool = False) -> str:
-    """Why rows of an array cannot be read 16 bytes at a time, by tensor maps or by WMMA; empty where they can."""
+    """Why rows of an array cannot be read in 16-byte accesses, by tensor maps or by WMMA; empty if they can."""
     if array.pointer % ROW_ALIGNMENT_BYTES:
         return f"{name} starts at {array.pointer:#x}, no multiple of {ROW_ALIGNMENT_BYTES} bytes"
     for of, length, stride in zip(("batch", "head", "row"), array.shape, array.strides, strict=False):

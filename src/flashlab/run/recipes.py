@@ -1,9 +1,8 @@
-"""What calls on a GPU keep for the next one like them.
+"""Caches of GPU calls, by layout.
 
-A `Recipe` is all of a launch that the addresses of its arrays do not decide: the machine code, the grid, strides, and
-how tensor maps are encoded. It is made once for a layout, by `attention` or `paged_attention`, and kept; a call like an
-earlier one fills in addresses and counters. No argument of a kernel is shared between calls, so that threads and
-streams need no lock.
+A `Recipe` is everything in a launch that does not depend on the addresses of its arrays: machine code, grid, strides
+and tensor-map parameters. `attention` and `paged_attention` create it once per layout; later calls only fill
+in addresses and counters. Concurrent calls share no kernel arguments, so that threads and streams need no lock.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 WORD_BYTES = ctypes.sizeof(ctypes.c_uint)
 _TRUSTED_S = 1.0
-"""How long a repeated call goes without looking whether a source or the table of choices was edited."""
+"""Interval in seconds at which repeated calls check whether a source or the table of choices was edited."""
 _MAX_RECIPES = 2048
 _MAX_CODES = 1024
 _MAX_STREAMS = 256
@@ -43,26 +42,26 @@ _MAX_IMAGES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What a job compiles to, on a device."""
+    """The loaded kernel of a compile job on a device."""
 
     cubin: Cubin
     shape: LaunchShape
     function: gpu.Function
     sms: int
-    """Of the device."""
+    """SMs of the device."""
     blocks_per_sm: int
     most_splits: int
-    """Blocks a cluster at most, of a kernel that leaves them to the launch; 0 of others."""
+    """Maximum cluster size of a kernel that leaves it to the launch; 0 for others."""
     sources: Stamps
-    """Of the file that was compiled and the headers that it includes."""
+    """Timestamps of the compiled file and the headers it includes."""
 
     def fitted(self, problem: Problem) -> tuple[LaunchShape, tuple[int, int, int]]:
-        """A problem's launch and its grid on the device: see `arguments.fitted`."""
+        """Launch shape and grid of a problem on the device: see `arguments.fitted`."""
         room = {"sms": self.sms, "blocks_per_sm": self.blocks_per_sm, "most_splits": self.most_splits}
         return fitted(problem, self.shape, **room)
 
-    def stands(self) -> bool:
-        """Whether the sources are what they were."""
+    def is_current(self) -> bool:
+        """Whether no source has been edited."""
         try:
             return stamps(path for path, *_ in self.sources) == self.sources
         except FileNotFoundError:
@@ -74,14 +73,14 @@ _codes: Kept[Loaded] = Kept(_MAX_CODES)
 
 
 def loaded(job: compiler.Job, device: int) -> Loaded:
-    """A job's code, compiled and loaded at the first call, and again where a source was edited.
+    """Compile and load a job on the first call, and again after a source was edited.
 
     Raises:
-        What compiling and loading do.
+        FlashlabError: as compiling and loading do.
     """
     key = (job.label, job.file, job.may_spill, device)
     kept = _codes.get(key)
-    if kept is not None and kept.stands():
+    if kept is not None and kept.is_current():
         return kept
     headers = included(job.file, read(job.file, "CUDA C++"), [compiler.COMMON])
     sources = stamps([job.file, *headers])  # before they are read to be compiled
@@ -108,42 +107,42 @@ def loaded(job: compiler.Job, device: int) -> Loaded:
 
 @dataclass(kw_only=True, eq=False)
 class Recipe:
-    """All of a call that the addresses of its arrays do not decide."""
+    """Everything in a call that does not depend on the addresses of its arrays."""
 
     plan: Plan
     code: Loaded
     views: InitVar[Mapping[str, DeviceArray]]
-    """Q, the other inputs and the output, by the fields that hold their addresses."""
+    """Q, the other inputs and the output, by the structure fields that hold their addresses."""
     structures: tuple[ctypes.Structure, ...]
-    """The kernel's arguments, whose addresses count for nothing."""
+    """The kernel arguments; their addresses are ignored."""
     counts: InitVar[str] = "fallbacks"
-    """The field that holds the address of what a launch counts."""
+    """The field that holds the address of the fallback or fault counters."""
     maps: Mapping[str, TensorMap] = field(default_factory=dict)
-    """Of Q, K, V and O, the second structure; empty: there are none."""
+    """Tensor maps of Q, K, V and O, which fill the second structure; empty if unused."""
     parameters: Callable[[Sequence[Any]], Sequence[Any]] = tuple
-    """From the structures, addresses filled in, to what the kernel takes."""
+    """Converts the structures, with addresses, to kernel parameters."""
     table: tuple[str, int] | None = None
-    """The GPU whose table of choices had a say, and when the table was written."""
+    """The GPU whose table of choices was consulted, and the table's modification time in ns."""
     shape: LaunchShape = field(init=False)
-    """The code's, with the blocks of a cluster where those are the launch's to choose."""
+    """The launch shape of the code, including a cluster size chosen by the launch."""
     grid: tuple[int, int, int] = field(init=False)
     spans: tuple[tuple[int, ...], ...] = field(init=False)
-    """Bytes that the inputs and the output touch, from their addresses on."""
+    """Byte ranges of the inputs and the output, relative to their addresses."""
     places: tuple[int, ...] = field(init=False)
-    """Words of the structures, one after the other, that hold addresses: of the views, the LSE, the workspace, and what
-    is counted."""
+    """Indices of the 64-bit words of the concatenated structures that hold the addresses of the views, the LSE, the
+    workspace and the counters."""
     mapped: dict[str, int] = field(init=False)
-    """Where among the addresses those of the tensor maps are, in the order of the maps."""
+    """Index of each tensor map's array among the addresses, in the order of the maps."""
     contiguous: bool = field(init=False)
-    """Whether Q is, as the output will be."""
+    """Whether Q is contiguous, as a new output is."""
     lse_shape: tuple[int, ...] = field(init=False)
     words: tuple[int, int] = field(init=False)
-    """Of the workspace: see `workspace`; none where the kernel counts nothing."""
+    """Size of the workspace: see `workspace`; (0, 0) if the kernel has none."""
     image: Callable[..., bytes] = field(init=False)
-    """From addresses to the structures, one after the other, some kept: allocators hand out the same ones again."""
+    """Builds the concatenated structures from addresses; cached, because allocators reuse addresses."""
     _seen: float = field(default_factory=time.monotonic)
     _idle: list[Slot] = field(default_factory=list)
-    """As many as threads were ever in a call at once."""
+    """Idle launches, at most one per concurrent call."""
 
     def __post_init__(self, views: Mapping[str, DeviceArray], counts: str) -> None:
         q, *_ = views.values()
@@ -153,7 +152,7 @@ class Recipe:
         start = 0
         for structure in self.structures:
             for name in (*views, "LSE", "work", counts):
-                if hasattr(structure, name):  # tensor maps, which come later, have names of arrays too
+                if hasattr(structure, name):  # fields of tensor maps, which come later, have the same names
                     places.setdefault(name, (start + getattr(type(structure), name).offset) // 8)
             start += ctypes.sizeof(structure)
         self.places = tuple(places[name] for name in (*views, "LSE", "work", counts))
@@ -173,20 +172,20 @@ class Recipe:
                 memory[ctypes.sizeof(self.structures[0]) :] = b"".join(encoded)
         return bytes(memory)
 
-    def stands(self, trusted_s: float = 0.0) -> bool:
-        """Whether the sources and the table are what they were; not looked at again for `trusted_s`."""
+    def is_current(self, trusted_s: float = 0.0) -> bool:
+        """Whether neither sources nor table have changed, checked at most every `trusted_s` seconds."""
         now = time.monotonic()
         if now < self._seen + trusted_s:
             return True
-        stands = self.code.stands() and (self.table is None or self.table[1] == choice.stamp(self.table[0]))
-        if stands:
+        current = self.code.is_current() and (self.table is None or self.table[1] == choice.stamp(self.table[0]))
+        if current:
             self._seen = now
-        return stands
+        return current
 
     def __call__(self, q: Any, addresses: list[int], out: Any | None, return_lse: bool, stream: Any | None) -> Any:
-        """Enqueue on torch tensors: the output, or the output and the log-sum-exp.
+        """Enqueue a call on torch tensors; returns the output, or (output, lse).
 
-        `addresses`: of the inputs, and of `out` where there is one.
+        `addresses` are those of the inputs, and of `out` if given.
         """
         device = self.plan.device
         if not gpu.is_current(device):
@@ -212,13 +211,13 @@ class Recipe:
             if slot.stream != handle:
                 slot.stream, slot.launch = handle, slot.launch.on(handle)
         slot.launch()
-        del held  # not before: another thread may have found it too small, and have given it up
-        self._idle.append(slot)  # the driver has copied the arguments
+        del held  # not earlier: another thread may have replaced it by a larger one
+        self._idle.append(slot)  # the driver has copied its arguments
         return out if lse is None else (out, lse)
 
 
 class Slot:
-    """A launch of a recipe whose addresses and stream may be set anew; one call at a time uses it."""
+    """A reusable launch of a recipe, with settable addresses and stream; used by one call at a time."""
 
     __slots__ = ("_image", "_memory", "launch", "stream")
 
@@ -236,7 +235,7 @@ class Slot:
         )
 
     def fill(self, addresses: Sequence[int]) -> None:
-        """Set them, in the order of the recipe's `places`; those that are left out are 0."""
+        """Set the addresses, in the order of the recipe's `places`; missing ones are 0."""
         self._memory[:] = self._image(*addresses)
 
 
@@ -249,7 +248,7 @@ def launch_of(
     *,
     early: bool = False,
 ) -> gpu.Launch:
-    """A kernel's launch; in clusters where it leaves those to the launch."""
+    """Build the launch of a kernel, setting the cluster size if the kernel leaves it to the launch."""
     return gpu.Launch(
         function,
         grid=grid,
@@ -265,65 +264,64 @@ def launch_of(
 # --- again ------------------------------------------------------------------------------------------------------------
 
 by_layout: Kept[Recipe] = Kept(_MAX_RECIPES)
-"""By the layout of arrays and what was asked for: as `layout` has it, and as `kept` does of torch tensors."""
+"""By layout and options: keys of `layout`, and of `lookup` for torch tensors."""
 _works: Kept[tuple[Any, int, int]] = Kept(_MAX_STREAMS)
-"""What persistent kernels count in, but for a graph's, its address and words, by device and stream or graph: a launch
-leaves the counters at 0 for the next one on its stream, whichever kernel's that is."""
+"""Workspaces of persistent kernels by device and stream or graph: owner (None for a graph's), address and words. Every
+launch leaves the counters at 0 for the next launch on its stream, of any kernel."""
 
 
 def layout(array: DeviceArray | None) -> tuple[Any, ...] | None:
-    """What a recipe takes from an array."""
+    """The properties of an array on which a recipe depends, as part of a cache key."""
     if array is None:
         return None
     misalignment = array.pointer % ROW_ALIGNMENT_BYTES
     return (array.shape, array.strides, array.dtype, array.device, misalignment, array.readonly)
 
 
-def kept(
-    inputs: tuple[Any, ...], out: Any | None, asked: tuple[Any, ...], params: Mapping[str, int] | None
+def lookup(
+    inputs: tuple[Any, ...], out: Any | None, options: tuple[Any, ...], params: Mapping[str, int] | None
 ) -> tuple[Hashable | None, list[int], Recipe | None]:
-    """The key under which `by_layout` has a call of torch tensors, their addresses, and its recipe.
+    """Look up the recipe of a call on torch tensors: its key in `by_layout`, the addresses, and the recipe.
 
-    No key where they are no such tensors, want gradients, or are not what is in their memory. No recipe where none is
-    kept, where a source was edited since, and where `out` overlaps an input, which is the caller's to refuse.
+    The key is None for other arrays, tensors that require gradients, and tensors without plain memory. The recipe is
+    None if none is cached, a source was edited, or `out` overlaps an input, which the caller must refuse.
     """
     torch = sys.modules.get("torch")
-    if torch is None or torch.autograd.forward_ad._current_level >= 0:  # there may be tangents, which are refused
+    if torch is None or torch.autograd.forward_ad._current_level >= 0:  # tangents are possible, which are refused
         return None, [], None
     addresses: list[int] = []
     tensor = torch.Tensor
     try:
-        # 1, 1.0 and True are one key, and one of them is no scale.
-        key: tuple[Any, ...] = (*asked, *map(type, asked), *(sorted(params.items()) if params else ()))
+        # Types are part of the key: 1, 1.0 and True are equal, but True is not a valid scale.
+        key: tuple[Any, ...] = (*options, *map(type, options), *(sorted(params.items()) if params else ()))
         for x in inputs if out is None else (*inputs, out):
             if type(x) is not tensor or x.requires_grad or x.is_neg():
                 return None, [], None
             address = x.data_ptr()
-            if not address:  # torch has tensors of zeros without memory
+            if not address:  # torch has zero tensors without memory
                 return None, [], None
             addresses.append(address)
             key = (key, x.shape, x.stride(), x.dtype, x.device, address % ROW_ALIGNMENT_BYTES)
         recipe = by_layout.get(key)
-    except (AttributeError, RuntimeError, TypeError):  # no strides, no memory, or no key: refused by who asked
+    except (AttributeError, RuntimeError, TypeError):  # no strides, no memory, or unhashable: the caller refuses it
         return None, [], None
-    if recipe is None or not recipe.stands(_TRUSTED_S) or (out is not None and _overlap(recipe.spans, addresses)):
+    if recipe is None or not recipe.is_current(_TRUSTED_S) or (out is not None and _overlap(recipe.spans, addresses)):
         return key, addresses, None
     return key, addresses, recipe
 
 
 def _overlap(spans: Sequence[tuple[int, ...]], addresses: Sequence[int]) -> bool:
-    """Whether the last array overlaps one of those before it."""
+    """Whether the last array overlaps an earlier one."""
     places = ((address + low, address + high) for address, (low, high) in zip(addresses, spans, strict=True))
     *others, (low, high) = places
     return any(low < other_high and other_low < high for other_low, other_high in others)
 
 
 def work_memory(like: Any, device: int, stream: int, words: tuple[int, int]) -> tuple[Any, int]:
-    """The memory in which a persistent kernel counts, as `workspace` has it, to whatever runs on `stream`, and its
-    address.
+    """Allocate the workspace of a persistent kernel (`workspace`) on `stream`; returns its owner and address.
 
-    Where it can, the caller's library allocates it on that stream: it hands the memory on when the stream has done with
-    it, so that giving it up waits for nothing.
+    If possible, the caller's library allocates it on that stream and reuses it in stream order, so that releasing it
+    does not synchronise.
     """
     size, counters = words
     if arrays.library_of(like) == "other":
@@ -337,18 +335,18 @@ def work_memory(like: Any, device: int, stream: int, words: tuple[int, int]) -> 
 
 
 def streams_work(like: Any, device: int, stream: int, words: tuple[int, int]) -> tuple[Any, int]:
-    """What holds the memory that launches on a stream share, or those in a graph that it is captured into, and its
-    address; 0 where they count nothing, and `words` are none.
+    """Return owner and address of the workspace shared by all launches on a stream, or in the graph being captured on
+    it; (None, 0) if `words` are 0.
 
-    A graph may be launched on any stream, beside what runs on the one that it was captured on, so that it has memory of
-    its own. Where a launch needs more than there is, it gets new memory, and a stream's old is given up behind the
-    launches that use it: whoever launches holds on to it until then.
+    A graph has its own workspace, because it may be launched on any stream, concurrently with the one on which it was
+    captured. A larger workspace replaces a smaller one, which is released in stream order; the caller must keep the
+    owner alive until it has launched.
     """
     if not words[0]:
         return None, 0
     stream_id = gpu.stream_id(stream)
     graph = gpu.graph_id(stream) if stream_id is None else None
-    key = (device, graph or stream_id, words[0] == words[1])  # a kernel may want all of it 0, and leaves it so
+    key = (device, graph or stream_id, words[0] == words[1])  # some kernels need all of it to be 0, and leave it so
     kept = _works.get(key)
     if kept is None or kept[2] < words[0]:
         if graph:

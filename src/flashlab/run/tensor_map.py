@@ -1,4 +1,4 @@
-"""Tensor maps, which tell Hopper's copy engine how an array lies: one description, for the driver and for the emulator.
+"""TMA tensor maps: one description of an array, encoded for the driver or for the emulator.
 
 The limits are those of cuTensorMapEncodeTiled (CUDA Driver API, "Tensor Map Object Management").
 """
@@ -18,7 +18,7 @@ from flashlab.run import gpu
 MAP_BYTES = 128
 MAX_RANK = 5
 MAX_STRIDE_BYTES = 2**40
-"""Strides are below it."""
+"""Exclusive upper bound of strides."""
 DATA_TYPES: dict[DType, int] = {"float16": 6, "bfloat16": 9}
 """CUtensorMapDataType."""
 SWIZZLE_64B, SWIZZLE_128B = 2, 3
@@ -28,26 +28,26 @@ _EMULATED_MARK = 0x50414D54  # "TMAP", kernels/emulation/async.h
 
 @dataclass(frozen=True, kw_only=True)
 class TensorMap:
-    """The arguments of cuTensorMapEncodeTiled but for the address; everything innermost first."""
+    """Arguments of cuTensorMapEncodeTiled except the address; the innermost dimension comes first."""
 
     data_type: int
     """CUtensorMapDataType."""
     dims: tuple[int, ...]
-    """Elements."""
+    """In elements."""
     strides: tuple[int, ...]
-    """In bytes; that of the innermost dimension, an element, left out."""
+    """In bytes, without the innermost dimension, whose stride is one element."""
     box: tuple[int, ...]
-    """Elements that one copy moves."""
+    """Size of the box that one TMA instruction copies, in elements."""
     swizzle: int = 0
     """CUtensorMapSwizzle."""
     nan_fill: bool = False
-    """Whether elements outside read as NaN, not as 0."""
+    """Whether out-of-bounds elements read as NaN instead of 0."""
     origin: int = 0
-    """Bytes from the array's address to the element whose coordinates are all 0, which need not be one of the array."""
+    """Byte offset from the array's address to the element at coordinates 0, possibly outside the array."""
 
     @cached_property
     def _arguments(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Of cuTensorMapEncodeTiled: those before the address, and those after it."""
+        """Arguments of cuTensorMapEncodeTiled before and after the address."""
         driver = importlib.import_module("cuda.bindings.driver")
         fill = "NAN_REQUEST_ZERO_FMA" if self.nan_fill else "NONE"
         return (driver.CUtensorMapDataType(self.data_type), len(self.dims)), (
@@ -57,24 +57,26 @@ class TensorMap:
             [driver.cuuint32_t(1) for _ in self.dims],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle(self.swizzle),
-            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,  # what a read brings into L2: a hint
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_128B,  # a hint
             getattr(driver.CUtensorMapFloatOOBfill, f"CU_TENSOR_MAP_FLOAT_OOB_FILL_{fill}"),
         )
 
-    @lru_cache(maxsize=1024)  # noqa: B019 - allocators hand out the same addresses again
+    @lru_cache(maxsize=1024)  # noqa: B019 - allocators reuse addresses
     def encoded(self, address: int) -> bytes:
-        """For an array at that address of the GPU.
+        """Encode the tensor map for an array at a GPU address: 128 bytes.
 
         Raises:
-            LaunchError: the driver refuses it.
+            LaunchError: the driver rejects the arguments.
         """
         before, after = self._arguments
         tensor_map = gpu.call("cuTensorMapEncodeTiled", *before, (address + self.origin) % 2**64, *after)
         return ctypes.string_at(tensor_map.getPtr(), MAP_BYTES)
 
     def emulated(self) -> bytes:
-        """What kernels/emulation/async.h calls a TensorMap; the array's address, and `origin` on, belongs in its first
-        8 bytes."""
+        """Encode the tensor map for the emulator (kernels/emulation/async.h).
+
+        The first 8 bytes are for the address of the array plus `origin`.
+        """
 
         def padded(values: tuple[int, ...], length: int) -> list[int]:
             return [*values, *[0] * (length - len(values))]

@@ -1,8 +1,8 @@
-"""Attention over sequences of lengths of their own, packed one behind the other in one tensor: `varlen_attention`.
+"""Attention over sequences of different lengths, packed in one tensor: `varlen_attention`.
 
 Sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q and of the output, and rows cu_seqlens_k[b] to
-cu_seqlens_k[b + 1] of k and v. Both arrays are int32 and stay on the device: other lengths in a tensor of the same
-shape need no new launch plan, and a CUDA graph replays.
+cu_seqlens_k[b + 1] of k and v. Both arrays are int32 and stay on the device: different lengths in tensors of the same
+shape reuse the launch plan, and a CUDA graph can be replayed.
 """
 
 from __future__ import annotations
@@ -36,46 +36,45 @@ def varlen_attention(
     params: Mapping[str, int] | None = None,
     check: bool = False,
 ) -> Any:
-    """Attention of each sequence's queries over its own keys, where the arrays are.
+    """Compute attention within each of several packed sequences of different lengths.
 
-    On a GPU: enqueued on the caller's stream, nothing copied, nothing awaited unless `check`. In host memory: the same
-    kernel emulated on the CPU. `flashlab.prepare` and `flashlab.emulate` do the same with
+    On a GPU, the kernel is enqueued on the caller's stream, without copies, and without synchronisation unless `check`.
+    In host memory, the same kernel is emulated on the CPU. `flashlab.prepare` and `flashlab.emulate` do the same with
     `sequences=flashlab.Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q)`.
 
     Args:
-        q: (total_q, q_heads, head_dim), float16 or bfloat16, in the libraries and strides that `flashlab.attention`
-            takes.
+        q: (total_q, q_heads, head_dim), float16 or bfloat16; libraries and strides as in `flashlab.attention`.
         k: (total_k, kv_heads, head_dim); kv_heads divides q_heads.
-        v: as `k`.
-        cu_seqlens_q: int32 (batch + 1,), contiguous, on the device of q: numbers from 0 to at most total_q, none below
-            the one before. A sequence without queries is nothing; one without keys has output 0 and log-sum-exp -inf.
-            Rows of the output beyond the last number are not written.
-        cu_seqlens_k: likewise for k and v, numbers to at most total_k.
-        max_seqlen_q: no sequence has more queries; rows beyond so many may stay unwritten.
-        causal: query i of a sequence sees its key j when j - i ≤ keys - queries of that sequence (bottom right).
-        window: as `flashlab.attention` takes it, within each sequence.
-        softcap: as `flashlab.attention` takes it.
-        scale: finite; 1/sqrt(head_dim) where None.
-        stage: a stage's id, or None for the one that suits. Some stages take packed sequences (`Stage.features`).
-        out: where to write, like `q`; a new contiguous array of the caller's library where None.
-        return_lse: also return the log-sum-exp of the scores, float32 (q_heads, total_q).
-        stream: as `flashlab.attention` takes it.
-        params: the stage's tunables, by name.
-        check: wait, and refuse numbers that are none such and a `max_seqlen_q` that is too small. Without, a sequence
-            ends where its tensor does at the latest: nothing outside of q, k, v and the output is read or written. In
-            host memory both are refused always.
+        v: like `k`.
+        cu_seqlens_q: cumulative query lengths, int32 (batch + 1,), contiguous, on the device of q: non-decreasing from
+            0 to at most total_q. Sequences without queries are skipped; without keys, the output is 0 and the
+            log-sum-exp -inf. Output rows beyond the last value are not written.
+        cu_seqlens_k: cumulative key lengths, likewise, to at most total_k.
+        max_seqlen_q: upper bound on the query length of every sequence; rows beyond it may not be written.
+        causal: whether query i of a sequence sees only keys j with j - i ≤ keys - queries (aligned bottom right).
+        window: sliding window within each sequence, as in `flashlab.attention`.
+        softcap: soft cap on scores, softcap · tanh(score / softcap); 0 disables it.
+        scale: finite factor on the scores; default: 1/sqrt(head_dim).
+        stage: id of a stage that supports packed sequences (`Stage.features`); default: as in `flashlab.attention`.
+        out: output array, like `q`; default: a new contiguous array of the caller's library.
+        return_lse: whether to also return the log-sum-exp of the scores, float32 (q_heads, total_q).
+        stream: as in `flashlab.attention`.
+        params: tunables of the stage, by name.
+        check: whether to synchronise and refuse invalid cumulative lengths and a `max_seqlen_q` that is too small.
+            Without it, sequences are clipped to their tensors: nothing outside q, k, v and the output is read or
+            written. In host memory, this check is always made.
 
     Returns:
-        The output, or (output, lse).
+        The output (total_q, q_heads, head_dim), or (output, lse).
 
     Raises:
-        InputError: arguments are off (ShapeError, DTypeError, LayoutError, DeviceError, UnknownStageError,
+        InputError: invalid arguments (ShapeError, DTypeError, LayoutError, DeviceError, UnknownStageError,
             ParameterError).
-        UnsupportedError: no stage, or not the named one, runs this here.
-        NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: as they say.
+        UnsupportedError: no stage, or not the named one, supports this call here.
+        NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: see there.
     """
     asked = (max_seqlen_q, causal, window, softcap, scale, stage, return_lse)
-    key, addresses, again = recipes.kept((q, k, v, cu_seqlens_q, cu_seqlens_k), out, asked, params)
+    key, addresses, again = recipes.lookup((q, k, v, cu_seqlens_q, cu_seqlens_k), out, asked, params)
     if again is not None and not check:
         return again(q, addresses, out, return_lse, stream)
     sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
@@ -87,7 +86,7 @@ def varlen_attention(
 
 
 def _check(q: Any, k: Any, sequences: Sequences) -> None:
-    """Read the numbers back from the GPU and raise what is wrong with them: InputError."""
+    """Copy the cumulative lengths from the GPU and raise `InputError` if they are invalid."""
     gpu.require()
     numbers = []
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
