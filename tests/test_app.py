@@ -405,7 +405,7 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
         (("check", "--length", "113"), "SQxSK"),
         (
             ("check", "05", "--on", "cpu", "--length", "16x16", "--window", "3"),
-            "takes those problems, got none. Stage 05_wmma takes no window. Runnable: 08_swizzle",
+            "supports those problems, got none. Stage 05_wmma takes no window. Runnable: 08_swizzle",
         ),
         (
             ("check", "05", "--on", "cpu", "--length", "16x16", "--dtype", "bfloat16"),

@@ -1,8 +1,8 @@
-"""The compile cache: one folder an entry, named by the digest of everything that decides what is in it.
+"""The compile cache: one folder per entry, named by the digest of everything that determines its contents.
 
-An entry is put in place by one rename. Who wants one that another thread or process is making waits for it, so that
-nothing is compiled twice; a damaged one is made anew. As in Go's build cache, one that nobody has used for days is
-deleted, which is looked for once a day, when an entry is made.
+Entries are created atomically by a rename. A thread or process that needs an entry which another is creating waits for
+it, so that nothing is compiled twice; damaged entries are recreated. As in Go's build cache, entries unused for days
+are deleted, at most once a day, when an entry is created.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ from flashlab.core.paths import cache_dir, digest, writable_dir
 _FORMAT = 3
 _FACTS = "facts.json"
 _TRIMMED = "trimmed"
-"""A file whose time of change is that of the last look for entries to delete."""
+"""A file whose modification time is that of the last deletion of unused entries."""
 _DAY_S = 24 * 3600.0
 _UNUSED_S = 5 * _DAY_S
-"""How long an entry is kept that nobody uses."""
+"""Time in seconds after which an unused entry is deleted."""
 _NOTED_S = 3600.0
-"""How old the note of an entry's last use may be."""
+"""Resolution in seconds of an entry's last use."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What was made once."""
+    """An entry of the cache."""
 
     folder: Path
-    """It holds the entry's files."""
+    """Folder of the entry's files."""
     facts: Mapping[str, Any]
-    """What its maker said of it."""
+    """Facts returned by `make`."""
     cached: bool
-    """Whether it was there before."""
+    """Whether it existed before."""
 
 
 def entry(kind: str, key: object, files: Sequence[str], make: Callable[[Path], Mapping[str, Any]]) -> Entry:
-    """The entry of a key; where there is none, `make` fills a folder with `files` and returns the entry's facts.
+    """Return the entry of a key; if there is none, `make` fills a folder with `files` and returns the facts.
 
     Args:
-        key: everything that decides the content; JSON, as the facts are.
+        key: everything that determines the contents; JSON, like the facts.
 
     Raises:
         OutputError: the cache cannot be written.
@@ -68,7 +68,7 @@ def entry(kind: str, key: object, files: Sequence[str], make: Callable[[Path], M
 
 
 def _read(folder: Path, files: Sequence[str]) -> dict[str, Any] | None:
-    """An entry's facts; None where there is no entry, or one that is damaged."""
+    """Read an entry's facts; None if the entry is missing or damaged."""
     try:
         checksum, _, body = (folder / _FACTS).read_bytes().partition(b"\n")
         if checksum.decode() != digest(body):
@@ -84,7 +84,7 @@ def _read(folder: Path, files: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _age_s(path: Path) -> float:
-    """Seconds since a file was changed, or an entry used, whose facts it holds; infinite where it is gone."""
+    """Seconds since a file was modified, which for facts is the entry's last use; infinite if it is gone."""
     try:
         return time.time() - path.stat().st_mtime
     except FileNotFoundError:
@@ -98,7 +98,7 @@ def _note_use(facts: Path) -> None:
 
 
 def _trim() -> None:
-    """Delete what nobody has used for long; nothing where that was looked for within a day."""
+    """Delete unused entries, unless that was done within a day."""
     stamp = cache_dir() / _TRIMMED
     if _age_s(stamp) < _DAY_S:
         return
@@ -110,7 +110,7 @@ def _trim() -> None:
 
 
 def _make(folder: Path, files: Sequence[str], make: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
-    """Fill a folder and put it in the entry's place; where anything fails, nothing is left behind."""
+    """Fill a folder and rename it to the entry; on failure, nothing is left behind."""
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as temporary:
         work = Path(temporary) / "entry"
         work.mkdir()
@@ -129,7 +129,7 @@ def _make(folder: Path, files: Sequence[str], make: Callable[[Path], Mapping[str
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Held by one thread of one process at a time."""
+    """Hold an exclusive lock among threads and processes."""
     while True:
         with path.open("a", encoding="utf-8") as file:
             with contextlib.suppress(OSError):  # a file system without locks: two may then make the same entry

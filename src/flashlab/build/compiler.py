@@ -1,9 +1,9 @@
-"""Source to machine code, on any machine: NVRTC and headers from PyPI wheels, a cache keyed by content.
+"""Compiles kernels to machine code on any machine, with NVRTC and headers from PyPI wheels and a content-keyed cache.
 
-No GPU, no driver and no system CUDA are needed. A compiled kernel is plain bytes with what ptxas said of it. Lost
-performance that ptxas reports and carries on from (serialised wgmma, dropped setmaxnreg, spills) is an error here.
+Needs no GPU, driver or system CUDA. A compiled kernel is its machine code with the report of ptxas. Performance losses
+that ptxas only warns about (serialised wgmma, ignored setmaxnreg, spills) are errors here.
 
-Threads may compile at once (NVRTC runs outside Python's lock), and so may processes that share a cache.
+Threads can compile concurrently (NVRTC runs outside Python's lock), and so can processes that share a cache.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from flashlab.kernels.registry import (
 
 COMMON = KERNELS / "common"
 ELEMENTS: Mapping[DType, str] = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
-"""What the macro ELEMENT is for each element type."""
+"""Value of the macro ELEMENT for each data type."""
 
 _WHEELS = {
     "nvidia-cuda-nvrtc": ("lib", "libnvrtc.so.{major}"),
@@ -50,86 +50,85 @@ _WHEELS = {
     "nvidia-cuda-crt": ("include", "crt/mma.h"),
     "nvidia-cuda-cccl": ("include/cccl", "cuda/std/cstdint"),
 }
-"""Wheel: its folder below nvidia/cu<major>, and a file in it that proves it is there. NVRTC says the version of all."""
+"""By wheel: its folder below nvidia/cu<major>, and a file that proves its presence. The version is that of NVRTC."""
 
 _LOST_PERFORMANCE = re.compile(r"^.*(?:\(C75(?:08|1[0-5])\)|Potential Performance Loss).*$", re.MULTILINE)
-"""ptxas advisories that cost performance: C7508 setmaxnreg ignored, C7510 to C7515 wgmma serialised. Each begins with
-"Potential Performance Loss", which is matched too so that an advisory with another number fails as well."""
+"""ptxas advisories that cost performance: C7508 setmaxnreg ignored, C7510 to C7515 wgmma serialised. All begin with
+"Potential Performance Loss", which is matched too, so that advisories with other numbers also fail."""
 
 
 @dataclass(frozen=True)
 class LaunchShape:
-    """How a kernel wants to be launched: the constant `launch_shape` in its machine code."""
+    """Launch parameters of a kernel: the constant `launch_shape` in its machine code."""
 
     threads: int
-    """A block."""
+    """Threads per CTA."""
     smem_bytes: int
-    """Dynamic shared memory a block."""
+    """Dynamic shared memory per CTA."""
     tile_q: int
-    """Query rows a tile."""
+    """Query rows per tile."""
     box_q: int = 0
-    """Rows that a tensor map's box of Q has; 0: the kernel takes no tensor maps."""
+    """Rows in the TMA box of Q; 0: the kernel uses no tensor maps."""
     box_kv: int = 0
-    """Rows that a tensor map's box of K and V has."""
+    """Rows in the TMA box of K and V."""
     persistent: bool = False
-    """Whether blocks take tiles until none is left, instead of one each."""
+    """Whether CTAs are persistent and process tiles until none is left."""
     panels_kv: int = 0
-    """Panels of 64 columns that a tensor map's box of K and V has; 0: all."""
+    """64-column panels in the TMA box of K and V; 0: all."""
     cluster: int = 0
-    """Blocks a cluster, which take neighbouring tiles of a head; 0 or 1: none. With `split_keys`: blocks that a tile's
-    keys are split over; 0: as many as the launcher chooses."""
+    """Cluster size; the CTAs process neighbouring tiles of a head; 0 or 1: no clusters. With `split_keys`: number of
+    CTAs over which the keys of a tile are split; 0: chosen by the launcher."""
     split_keys: int = 0
-    """Keys that a block takes at a time, where several blocks split a tile's keys, and a tile's rows are those of all
-    query heads that share a K/V head; 0: a tile is of one head, and one block's. The blocks are those of a cluster, or,
-    of a persistent kernel, any: all tiles' keys are shared equally."""
+    """Keys per step of a split-KV kernel, in which several CTAs split the keys of a tile, which packs all query heads
+    that share a K/V head; 0: a tile belongs to one query head and one CTA. The CTAs are those of a cluster, or in a
+    persistent kernel any, and the keys of all tiles are shared equally."""
     sm_blocks: int = 0
-    """Of such a persistent kernel: blocks an SM at most."""
+    """Of such a persistent kernel: maximum CTAs per SM."""
     tile_blocks: int = 0
-    """Of the same: blocks that a tile's keys are split over at most."""
+    """Of the same: maximum number of CTAs over which the keys of a tile are split."""
     part_words: int = 0
-    """Of the same: 4-byte words of a block's part of a tile in the workspace."""
+    """Of the same: 4-byte words in the workspace per partial tile."""
     whole_tiles: int = 0
-    """Of the same: 1 where up to a sixteenth of the places may stay empty so that no share crosses from one tile into
-    another."""
+    """Of the same: 1 if up to a sixteenth of the CTA slots may stay empty so that no share crosses tiles."""
     zero_parts: int = 0
-    """Of the same: 1 where the parts must be 0 before a launch, and are after it."""
+    """Of the same: 1 if the partial tiles must be 0 before a launch; they are 0 after it."""
 
 
 _MAX_THREADS = 1024
 _MAX_BOX = 256
-"""Rows: a tensor map's limit in every dimension."""
+"""Maximum rows of a TMA box, the limit in every dimension."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """What ptxas reports of a kernel and the functions it calls."""
+    """Resource usage of a kernel and the functions it calls, as reported by ptxas."""
 
     registers: int
-    """A thread."""
+    """Registers per thread."""
     spill_store_bytes: int
     spill_load_bytes: int
     stack_bytes: int
-    """Local memory a thread, the spilled registers included."""
+    """Local memory per thread, including spilled registers."""
     static_smem_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """One compiled kernel: a `Cubin`, or for the CPU a `cpu.Emulated`."""
+    """A compiled kernel: a `Cubin`, or a `cpu.Emulated` for the CPU."""
 
     name: str
-    """The stage's id, or the source file's name without its suffix."""
+    """Stage id, or stem of the source file."""
     entry: str
-    """The kernel's name."""
+    """Name of the kernel."""
     parameters: dict[str, int]
-    """The tunables as compiled, or a file's integer macros."""
+    """Tunables as compiled, or the integer macros of a file."""
     launch_shape: LaunchShape | None
-    """None where the source defines none."""
+    """None if the source defines none."""
     compiler: str
-    """`NVRTC 13.0.88`, as written in the machine code; or `Triton 3.6.0`."""
+    """`NVRTC 13.0.88`, as recorded in the machine code, or `Triton 3.6.0`."""
     log: str = field(repr=False)
     compile_seconds: float
-    """Time the compilation took, when it was done."""
+    """Compilation time; if cached, that of the original compilation."""
     cached: bool
 
 
@@ -143,7 +142,7 @@ class Cubin(Compiled):
     sha256: str
     """Digest of `code`."""
     options: tuple[str, ...]
-    """Every option that shapes the code; the folders of the header wheels are left out."""
+    """All options that affect the code, without the folders of the header wheels."""
     resources: Resources
 
 
@@ -155,56 +154,56 @@ class Toolchain:
     """Major and minor: `13.0`."""
     include_dirs: tuple[Path, ...]
     identity: tuple[str, ...]
-    """What tells this toolchain from another one with the same `nvrtc_version`: part of every cache key."""
+    """Distinguishes toolchains with the same `nvrtc_version`; part of every cache key."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """What decides a stage's kernel wherever it runs: for a GPU's architecture it is a `Job`, for a CPU it is all."""
+    """Compile-time parameters of a stage, independent of the target; for a GPU architecture, see `Job`."""
 
     stage: Stage
     head_dim: int
     dtype: DType
     causal: bool
     features: tuple[Feature, ...] = ()
-    """What the call asks for beside the mask."""
+    """Optional features of the problem."""
     aligned: bool = True
     """Whether every row of every tensor starts on a 16-byte boundary."""
     overrides: Mapping[str, int] | None = None
     """Tunables that differ from their defaults."""
     source: Path | None = None
-    """A file to compile in place of the stage's own, for example an edited copy."""
+    """File to compile instead of the stage's own, e.g. an edited copy."""
 
     @classmethod
     def of(cls, stage: Stage, problem: Problem, **others: Any) -> Self:
-        """The variant that runs a problem; `others` are the other fields."""
+        """Return the variant for a problem; `others` are the remaining fields."""
         names = ("head_dim", "dtype", "causal", "features")
         return cls(stage=stage, **{name: getattr(problem, name) for name in names}, **others)
 
     @property
     def file(self) -> Path:
-        """What is compiled."""
+        """The file that is compiled."""
         return self.source or self.stage.source
 
     @property
     def parameters(self) -> dict[str, int]:
-        """Every tunable's value.
+        """Values of all tunables.
 
         Raises:
-            ParameterError: an override that is no tunable of the stage, or no integer.
+            ParameterError: an override is not a tunable of the stage, or not an integer.
         """
         return self.stage.parameters(self.head_dim, self.overrides)
 
     @property
     def macros(self) -> dict[str, int | str]:
-        """What a stage in CUDA C++ is compiled with."""
+        """Macros with which a CUDA C++ stage is compiled."""
         fixed = {"HEAD_DIM": self.head_dim, "CAUSAL": int(self.causal), "ALIGNED": int(self.aligned)}
         asked = {feature.upper(): 1 for feature in self.features}
         return {**fixed, **asked, "ELEMENT": ELEMENTS[self.dtype], **self.parameters}
 
     @property
     def label(self) -> str:
-        """For people: `00_naive D64 causal float16`."""
+        """Display name: `00_naive D64 causal float16`."""
         return self._label()
 
     def _label(self, *where: str) -> str:
@@ -218,35 +217,34 @@ class Variant:
         return " ".join([self.stage.id, f"D{self.head_dim}", mask, self.dtype, *where, *extra])
 
     def require(self, arch: str | None = None) -> None:
-        """Raises what is wrong with asking for it: UnsupportedError as `Stage.require`, or DTypeError."""
+        """Raise `UnsupportedError` (see `Stage.require`) or `DTypeError` if the stage does not support the variant."""
         mask = "causal" if self.causal else "full"
         self.stage.require(Problem.of(1, 1, 1, 1, 1, self.head_dim, dtype=self.dtype, mask=mask), arch)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job(Variant):
-    """A variant for an architecture: what `compile_stage` takes."""
+    """A variant for an architecture, the argument of `compile_stage`."""
 
     arch: str
     line_info: bool = False
-    """Keep which source line each instruction is of, for `sass.lines`. The instructions are the same; Triton keeps it
-    always."""
+    """Whether to include line information, for `sass.lines`. Does not change the instructions; Triton always includes
+    it."""
     may_spill: bool = False
-    """Let registers spill to local memory, where that is what is asked about."""
+    """Whether to allow register spills to local memory."""
 
     @property
     def label(self) -> str:
-        """For people: `00_naive D64 causal float16 sm_90a`."""
+        """Display name: `00_naive D64 causal float16 sm_90a`."""
         return self._label(self.arch)
 
 
 @lru_cache(maxsize=1)
 def toolchain() -> Toolchain:
-    """The compiler and the header folders, of which nothing is loaded: a call whose kernel is in the cache needs no
-    compiler.
+    """Locate the compiler and headers without loading them, since a call whose kernel is cached needs no compiler.
 
     Raises:
-        MissingPackageError: a package is missing; the message has the pip command.
+        MissingPackageError: a package is missing; the message names the pip command.
     """
     version, major, pinned = "", "", ">=13,<14"
     folders: list[Path] = []
@@ -278,14 +276,14 @@ def toolchain() -> Toolchain:
 def compile_stage(job: Job) -> Cubin:
     """Compile a stage, or take it from the cache.
 
-    Code for unaligned tensors may spill: it is there to answer, not to be measured.
+    Code for unaligned tensors may spill, because only its correctness matters.
 
     Raises:
-        UnsupportedError: the stage takes no such head dim or element type, or not on that architecture.
-        ParameterError: an unknown architecture or tunable, or a source that cannot be read.
-        CompileError: the compiler refused it, or the code lacks the kernel or its launch shape.
-        PerformanceWarningError: it compiled, with lost performance.
-        MissingPackageError: no compiler.
+        UnsupportedError: the stage does not support the head dim or dtype, or not on that architecture.
+        ParameterError: an unknown architecture or tunable, or an unreadable source.
+        CompileError: the compiler rejected the source, or the code lacks the kernel or its launch shape.
+        PerformanceWarningError: compiled with a performance loss.
+        MissingPackageError: there is no compiler.
         OutputError: the cache cannot be written.
     """
     refuse_unknown("arch", ARCHS, job.arch)
@@ -306,7 +304,7 @@ def compile_stage(job: Job) -> Cubin:
 
 
 def launch_shape_fault(stage: Stage, shape: LaunchShape | None) -> str | None:
-    """What is wrong with the launch shape of a stage's kernel; None where it can be launched."""
+    """Describe what is invalid in the launch shape of a stage; None if it is valid."""
     if shape is None:
         return (
             "wanted the constant that says how to launch it, got a file without one. Define: "
@@ -338,14 +336,14 @@ def compile_file(
     """Compile any CUDA C++ file, or take it from the cache.
 
     Args:
-        entry: the kernel's name in the machine code (declare it `extern "C"`).
-        defines: macros; their integers become the cubin's `parameters`.
+        entry: name of the kernel in the machine code (declare it `extern "C"`).
+        defines: macros; those with integer values become the cubin's `parameters`.
 
     Raises:
-        ParameterError: an unknown architecture, or a source that cannot be read.
-        CompileError: the compiler refused it, or the code has no kernel of that name.
-        PerformanceWarningError: it compiled, with lost performance.
-        MissingPackageError: no compiler.
+        ParameterError: an unknown architecture, or an unreadable source.
+        CompileError: the compiler rejected the source, or the code has no kernel of that name.
+        PerformanceWarningError: compiled with a performance loss.
+        MissingPackageError: there is no compiler.
         OutputError: the cache cannot be written.
     """
     refuse_unknown("arch", ARCHS, arch)
@@ -357,9 +355,9 @@ def compile_file(
 def jobs(
     stages: Iterable[Stage] | None = None, archs: Sequence[str] = ARCHS, *, aligned: Sequence[bool] = (True,)
 ) -> tuple[Job, ...]:
-    """Every variant of `stages` that exists on `archs`: head dims, masks and element types.
+    """Jobs for every head dim, mask and dtype of `stages` on `archs`.
 
-    By default of all stages whose compiler is here.
+    Default: all stages whose compiler is installed.
     """
     if stages is None:
         stages = CUDA_STAGES.values() if triton_code.missing() else STAGES.values()
@@ -380,10 +378,10 @@ def compile_many(
     *,
     follow: Follow = ignore,
 ) -> tuple[Cubin | CompileError, ...]:
-    """Compile several variants at once; a refused one is returned in its place, so that the others still come.
+    """Compile several variants in parallel; a compile error is returned in place of its cubin.
 
     Raises:
-        As `compile_stage`, but for CompileError and PerformanceWarningError, which are returned.
+        FlashlabError: as `compile_stage` does, except CompileError and PerformanceWarningError, which are returned.
     """
     if any(job.stage.language == "cuda" for job in work):
         toolchain()
@@ -403,35 +401,35 @@ def compile_many(
 # --- one build: what goes in, its key, and the errors it makes ---
 
 _CUBIN_FACTS = 1
-"""Counts what the cache has been made to say of machine code."""
+"""Version of the facts about machine code in the cache."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """Everything that decides the machine code."""
+    """Everything that determines the machine code."""
 
     source: Path
-    """Absolute."""
+    """Absolute path."""
     text: str
     arch: str
     options: tuple[str, ...]
-    """Those that are recorded: no folder of this machine is among them."""
+    """Recorded options, without folders of this machine."""
     command: str
     """An equivalent command line."""
     compiler: str
-    """Its name and version, for people."""
+    """Name and version of the compiler, for display."""
     key: tuple[Any, ...]
-    """What decides the code beside the text and the options."""
+    """Inputs of the compilation other than text and options."""
     compile: Callable[[_Request], tuple[bytes, dict[str, Any]]]
-    """Makes the machine code, and facts of which one is the `log`."""
+    """Returns the machine code, and facts that include the `log`."""
 
     @property
     def display(self) -> str:
-        """The source's name in messages."""
+        """Name of the source in messages."""
         return shown(self.source)
 
     def cached(self) -> cache.Entry:
-        """The cache's entry, made where there is none."""
+        """Return the cache entry, creating it if there is none."""
 
         def make(folder: Path) -> dict[str, Any]:
             start = time.perf_counter()
@@ -445,7 +443,7 @@ class _Request:
     def error(
         self, message: str, log: str, *, kind: type[CompileError] = CompileError, source_line: str | None = None
     ) -> CompileError:
-        """An error with the command, the log and the line of source where one is known."""
+        """Build an error with the command, the log and the source line, if known."""
         return kind(f"{self.display}: {message}", command=self.command, log=log, source_line=source_line)
 
 
@@ -576,9 +574,9 @@ def _by_nvrtc(request: _Request) -> tuple[bytes, dict[str, Any]]:
 
 _LINE_INFO = "-lineinfo"
 _ALTERS_NVRTC = ("torch", "cupy")
-"""Packages after whose work in a process the same NVRTC makes other code of the same source: seen after torch 2.11 had
-run a scaled_dot_product_attention, with NVRTC 13.0.88. A process that has loaded one compiles in another. Without them
-it was seen once, in a process of tests that had compiled hundreds of kernels."""
+"""Packages whose use in a process can make the same NVRTC generate different code for the same source: observed after a
+scaled_dot_product_attention of torch 2.11, with NVRTC 13.0.88. A process that has loaded one compiles in another
+process. Without them, it was observed once, in a test process that had compiled hundreds of kernels."""
 _ELSEWHERE = (
     "import pickle, sys; path, work = pickle.load(sys.stdin.buffer); sys.path[:] = path; "
     "from flashlab.build.compiler import _run_here; done = _run_here(*pickle.loads(work)); "
@@ -587,7 +585,7 @@ _ELSEWHERE = (
 
 
 def _run_nvrtc(request: _Request, *, ptx: bool = False) -> tuple[bytes | None, str]:
-    """Machine code, or the PTX that ptxas makes it of, and the log; no code on an error."""
+    """Run NVRTC; returns the machine code, or the PTX, and the log. The code is None on error."""
     work = (request, ptx, (COMMON, *toolchain().include_dirs))
     if not any(name in sys.modules for name in _ALTERS_NVRTC):
         return _run_here(*work)
@@ -637,7 +635,7 @@ def _run_here(request: _Request, ptx: bool, folders: Sequence[Path]) -> tuple[by
 
 
 def _source_line(log: str) -> str | None:
-    """`file:line: text` of the error in a compiler log that says most: a static_assert's, else the first."""
+    """Return `file:line: text` of the most useful error in a log: that of a static_assert, else the first."""
     errors = re.findall(r"^(\S.*)\((\d+)\): (?:\w+ )?error\b(.*)", log, re.MULTILINE)
     if not errors:
         return None
@@ -646,9 +644,9 @@ def _source_line(log: str) -> str | None:
 
 
 def _ptx_source_line(request: _Request) -> str | None:
-    """`file:line: text` of the assembly that ptxas refused.
+    """Return `file:line: text` of the inline assembly that ptxas rejected.
 
-    ptxas counts lines of generated PTX; with line information on, that PTX says which source line each came from.
+    ptxas reports lines of the PTX, which maps them to source lines if it has line information.
     """
     lined = dataclasses.replace(request, options=(*request.options, _LINE_INFO))
     _, log = _run_nvrtc(lined)
@@ -668,7 +666,7 @@ def _ptx_source_line(request: _Request) -> str | None:
 
 
 def _read_elf(code: bytes) -> dict[str, Any]:
-    """Names of the `kernels`, the `launch_shape` and the `release` of the compiler that wrote the file, as JSON."""
+    """Read the names of the `kernels`, the `launch_shape` and the compiler `release` from an ELF file, as JSON."""
     from elftools.elf.elffile import ELFFile
     from elftools.elf.sections import SymbolTableSection
 
@@ -692,7 +690,7 @@ def _read_elf(code: bytes) -> dict[str, Any]:
 
 
 def instructions(code: bytes) -> dict[str, bytes]:
-    """The machine instructions of a cubin's functions, by section; empty where it holds none."""
+    """Machine instructions of a cubin's functions, by section; may be empty."""
     from elftools.elf.elffile import ELFFile
 
     sections = ELFFile(io.BytesIO(code)).iter_sections()
@@ -700,7 +698,7 @@ def instructions(code: bytes) -> dict[str, bytes]:
 
 
 def _launch_shape(data: bytes) -> LaunchShape:
-    """From the constant's integers; those that it lacks are 0."""
+    """Decode the integers of the constant; missing ones are 0."""
     names = [field.name for field in dataclasses.fields(LaunchShape)]
     whole = struct.Struct(f"<{len(names)}i")
     numbers = dict(zip(names, whole.unpack(data[: whole.size].ljust(whole.size, b"\0")), strict=True))
@@ -708,7 +706,7 @@ def _launch_shape(data: bytes) -> LaunchShape:
 
 
 def _parse_resources(log: str, entry: str) -> Resources | None:
-    """The report of ptxas -v on `entry`, None where there is none; the spills of functions that it calls count too."""
+    """Parse the report of `ptxas -v` on `entry`, including spills of functions that it calls; None if there is none."""
     own = re.search(rf"Compiling entry function '{re.escape(entry)}'.*?(?=Compiling entry function|\Z)", log, re.DOTALL)
     report = own[0] if own else ""
     used = re.search(r"Used (\d+) registers([^\n]*)", report)

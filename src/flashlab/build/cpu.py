@@ -1,7 +1,7 @@
-"""Source to a program for the CPU: a `.cu` file, compiled by the machine's C++ compiler against kernels/emulation.
+"""Compiles `.cu` files for the CPU, with the machine's C++ compiler and the headers of kernels/emulation.
 
-A compiled kernel is an executable, which run/emulator.py starts; it is cached by content beside the machine code that
-compiler.py makes. Built with hooks, it calls the emulation's detector at every load and store.
+A compiled kernel is an executable, which run/emulator.py starts; it is cached by content, like the machine code of
+compiler.py. Built with hooks, it calls the emulation's detector at every load and store.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from flashlab.core.paths import ROOT
 RUNTIME = EMULATION / "runtime"
 _COMPILERS = ("g++", "clang++", "c++")
 _OLDEST = {"g++": 12, "clang++": 14}
-"""What compiles the emulation's C++20."""
+"""Oldest supported versions, for the emulation's C++20."""
 _LANGUAGE = ("-std=c++20", "-fno-strict-aliasing", "-ffp-contract=off", "-fno-finite-loops", "-fPIE", "-pthread")
-"""Kernels read one type's bytes as another's; the chip's arithmetic is spelled out, not the compiler's to fuse; and an
-endless loop, which C++ lets a compiler take out, is to hang as it does there."""
+"""Kernels alias types; the hardware's arithmetic is explicit and must not be fused; and an endless loop, which C++
+allows compilers to remove, must hang as on a GPU."""
 
 
 # --- the compiler -----------------------------------------------------------------------------------------------------
@@ -47,20 +47,20 @@ class Cxx:
     path: str
     family: Literal["g++", "clang++"]
     version: int
-    """Major."""
+    """Major version."""
     banner: str
     """First line of `--version`."""
     machine: str
-    """What it compiles for: `x86_64-linux-gnu`."""
+    """Target: `x86_64-linux-gnu`."""
 
     @property
     def identity(self) -> tuple[str, ...]:
-        """Part of every cache key."""
+        """Identity of the compiler in cache keys."""
         return (self.path, self.banner, self.machine)
 
 
 def install_command() -> str:
-    """The command that installs a C++ compiler here."""
+    """The command that installs a C++ compiler."""
     sudo = "" if os.geteuid() == 0 else "sudo "
     if shutil.which("dnf"):
         return f"{sudo}dnf install gcc-c++"
@@ -68,10 +68,10 @@ def install_command() -> str:
 
 
 def cxx() -> Cxx:
-    """The first C++ compiler on PATH that is new enough.
+    """Find the first C++ compiler on PATH that is new enough.
 
     Raises:
-        MissingPackageError: there is none; the message has the command that installs one.
+        MissingPackageError: there is none; the message names the command that installs one.
     """
     return _find_cxx(os.environ.get("PATH", os.defpath))
 
@@ -124,25 +124,25 @@ def _ask(path: str) -> Cxx | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Emulated(Compiled):
-    """A kernel compiled for the CPU; its `compiler` is the first line of its `--version`."""
+    """A kernel compiled for the CPU; `compiler` is the first line of the compiler's `--version`."""
 
     source: Path
     executable: Path
     hooks: bool
     """Whether its loads and stores report to the detector."""
     argument_sizes: tuple[int, ...]
-    """Bytes of each of the kernel's parameters."""
+    """Size in bytes of each kernel parameter."""
     command: str
 
 
 def build_stage(variant: Variant, *, hooks: bool = False) -> Emulated:
-    """Compile a stage for the CPU, or take it from the cache. Any machine runs every stage.
+    """Compile a stage for the CPU, or take it from the cache. Every stage runs on any machine.
 
     Raises:
-        UnsupportedError: the stage takes no such head dim or element type.
-        ParameterError: an unknown tunable, or a source that cannot be read.
-        CompileError: the compiler refused it, or it lacks the kernel or its launch shape.
-        MissingPackageError: no C++ compiler.
+        UnsupportedError: the stage does not support the head dim or dtype.
+        ParameterError: an unknown tunable, or an unreadable source.
+        CompileError: the compiler rejected the source, or it lacks the kernel or its launch shape.
+        MissingPackageError: there is no C++ compiler.
         OutputError: the cache cannot be written.
     """
     variant.require()
@@ -162,9 +162,9 @@ def build_file(
     """Compile any CUDA C++ file for the CPU, or take it from the cache.
 
     Raises:
-        ParameterError: a source that cannot be read.
-        CompileError: the compiler refused it, or it has no kernel of that name.
-        MissingPackageError: no C++ compiler.
+        ParameterError: an unreadable source.
+        CompileError: the compiler rejected the source, or it has no kernel of that name.
+        MissingPackageError: there is no C++ compiler.
         OutputError: the cache cannot be written.
     """
     macros = dict(defines or {})
@@ -174,7 +174,7 @@ def build_file(
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """Everything that decides the executable."""
+    """Everything that determines the executable."""
 
     source: Path
     text: str
@@ -185,7 +185,7 @@ class _Request:
 
     @cached_property
     def language(self) -> tuple[str, ...]:
-        """Options that the headers ahead of every kernel are compiled with too."""
+        """Options shared with the precompiled headers."""
         how: tuple[str, ...] = ("-O1",)  # -O2 takes twice as long, and kernels run no faster by it
         if self.hooks and self.compiler.family == "g++":
             # -fno-tree-sra: it would take 16-byte accesses apart before the hooks see them.
@@ -210,7 +210,7 @@ class _Request:
 
     @cached_property
     def options(self) -> tuple[str, ...]:
-        """For the kernel's translation unit."""
+        """Options of the kernel's translation unit."""
         return (
             *self.language,
             *(f"-D{name}=shared_bytes" for name in _dynamic_shared(self.text)),
@@ -221,17 +221,17 @@ class _Request:
 
     @property
     def unit(self) -> str:
-        """The translation unit: the file as it stands, and what the runtime runs of it."""
+        """The translation unit: the unmodified file, and its entry points for the runtime."""
         shape = "&launch_shape" if re.search(r"\blaunch_shape\b", _without_comments(self.text)) else "nullptr"
         return f'#include "{self.source}"\nEMULATE({self.entry}, {shape})\n'
 
     @property
     def command(self) -> str:
-        """What compiles the file."""
+        """The command that compiles the file."""
         return shlex.join([self.compiler.path, "-x", "c++", *self.options, "-c", str(self.source)])
 
     def error(self, message: str, log: str = "", source_line: str | None = None) -> CompileError:
-        """An error with the command and the log."""
+        """Build an error with the command and log."""
         return CompileError(f"{shown(self.source)}: {message}", command=self.command, log=log, source_line=source_line)
 
     @property
@@ -303,17 +303,17 @@ def _compile_kernel(request: _Request, work: Path) -> dict[str, Any]:
     (work / "unit.o").unlink()
     said = subprocess.run([str(work / "kernel"), "--describe"], capture_output=True, text=True, timeout=60)
     if said.returncode:
-        raise request.error("it compiled for the CPU, and the program does not start", said.stderr)
+        raise request.error("it compiled for the CPU, but the program does not start", said.stderr)
     return {"describe": json.loads(said.stdout), "log": log, "compile_seconds": time.perf_counter() - start}
 
 
 def _linker() -> tuple[str, ...]:
-    """gold where it is installed, in a third of ld's time; binutils leaves it out from some releases on."""
+    """Use gold if installed, which takes a third of the time of ld; newer binutils omit it."""
     return ("-fuse-ld=gold",) if shutil.which("ld.gold") else ()
 
 
 def _runtime(compiler: Cxx) -> tuple[Path, ...]:
-    """The emulation's own objects, compiled once, in the order in which they are linked."""
+    """Object files of the emulation's runtime, compiled once, in link order."""
     # boundary.cpp first: code that lies before it is the kernel's.
     sources = sorted(RUNTIME.glob("*.cpp"), key=lambda path: (path.name != "boundary.cpp", path.name))
     options = [*_LANGUAGE, "-O3", "-g1", f"-I{EMULATION}"]
@@ -344,10 +344,10 @@ def _runtime(compiler: Cxx) -> tuple[Path, ...]:
 
 
 def _precompiled(request: _Request) -> tuple[str, ...]:
-    """What has g++ read the emulation's headers from a form that takes a fifth of the time.
+    """Options that make g++ use precompiled headers of the emulation, in a fifth of the time.
 
-    The header named here is empty: where a kernel's macros do not go with what lies beside it, g++ reads that one, and
-    emulation.h as it stands.
+    The named header is empty: if a kernel's macros are incompatible with the precompiled one next to it, g++ falls back
+    to the empty header and the ordinary emulation.h.
     """
     if request.compiler.family != "g++":
         return ()
@@ -388,7 +388,7 @@ _INCLUSION = re.compile(r"^(?:In file included| +) from ([^\s:][^:\n]*):(\d+)", 
 
 
 def _refusal(request: _Request, log: str) -> CompileError:
-    """The error that says most: the first, at the line of the user's file (or header) that brought it about."""
+    """Build the most useful error: the first, at the line of the user's file (or header) that caused it."""
     errors = list(_ERROR.finditer(log))
     where = None
     text = errors[0]["text"] if errors else "it ended without a word"
@@ -424,6 +424,6 @@ def _code(text: str) -> str:
 
 
 def _dynamic_shared(text: str) -> tuple[str, ...]:
-    """Names under which a file declares its dynamic shared memory, where they are not the emulation's."""
+    """Names under which a file declares dynamic shared memory, other than the emulation's."""
     names = re.findall(r"\bextern\s+__shared__\b[^;]*?\b(\w+)\s*\[\s*\]\s*;", _without_comments(text))
     return tuple(dict.fromkeys(name for name in names if name != "shared_bytes"))

@@ -1,4 +1,4 @@
-"""Work spread over the cores that this process may use, in threads: compilers and kernels run outside Python."""
+"""Parallel maps over threads, for compilers and kernels, which run outside Python's lock."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 Follow = Callable[[int, int, str], None]
-"""Called at every step of something long: how many are done, of how many, and what it is."""
+"""Progress callback: number of steps done, total number, and description."""
 
 
 def ignore(*_: object) -> None:
-    """A `Follow` that does nothing, among others."""
+    """A callback that does nothing, e.g. as `Follow`."""
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores available to this process."""
     return len(os.sched_getaffinity(0))
 
 
@@ -31,14 +31,14 @@ def on_all_cores(
     follow: Follow = ignore,
     cancel: threading.Event | None = None,
 ) -> list[Result]:
-    """The function's result for each item, in their order.
+    """Apply a function to all items in parallel; returns the results in order.
 
     Args:
-        what: of an item and its result, for people: what `follow` is called with, in the caller's thread, at its end.
-        cancel: set where anything is raised, an interrupt included, so that running calls can stop.
+        what: describes an item and its result for `follow`, which is called in the caller's thread after each item.
+        cancel: set when anything is raised, including an interrupt, so that running calls can stop.
 
     Raises:
-        The first exception of a call; those that have not begun are dropped.
+        Exception: the first exception of a call; calls not yet started are dropped.
     """
     results: dict[int, Result] = {}
     with ThreadPoolExecutor(cores()) as pool:

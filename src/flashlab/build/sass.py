@@ -1,6 +1,6 @@
-"""What the machine code says: every instruction of a cubin, and how many of each class.
+"""Disassembly and instruction mix (SASS) of cubins.
 
-Counts are static: an instruction in a loop counts once. nvdisasm does the reading, from its wheel or a CUDA toolkit.
+Counts are static: an instruction in a loop counts once. Uses nvdisasm from its wheel or a CUDA toolkit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flashlab.core.paths import digest, table
 
 _TABLES = table(__file__)
 CLASSES: Mapping[str, str] = _TABLES["holds"]
-"""Class of instruction: what it holds."""
+"""Instruction classes, with descriptions."""
 _CLASS_OF = re.compile("|".join(f"(?P<{name}>{pattern})(?=\\.|$)" for name, pattern in _TABLES["patterns"].items()))
 _ZEROING_HFMA2 = re.compile(r"U?R\d+,-RZ,RZ,")
 _CONDITION = re.compile(r"!?U?P\d\b|~?U?R")
@@ -38,26 +38,26 @@ class Instruction:
     """One machine instruction."""
 
     address: int
-    """Bytes from the start of its section, as branch targets count them."""
+    """Offset in bytes from the start of its section, as in branch targets."""
     opcode: str
-    """With its modifiers: `LDG.E.128`."""
+    """Opcode with modifiers: `LDG.E.128`."""
     operands: str
-    """Comma-separated, without spaces; empty where there are none."""
+    """Comma-separated, without spaces; may be empty."""
     predicate: str | None
-    """`@P0`, `@!UP1`; None where it always runs."""
+    """`@P0`, `@!UP1`; None if unconditional."""
 
     @property
     def text(self) -> str:
-        """As a disassembler writes it: `@!P0 BRA 0x170`."""
+        """Disassembly text: `@!P0 BRA 0x170`."""
         return " ".join(part for part in (self.predicate, self.opcode, self.operands.replace(",", ", ")) if part)
 
 
 def disassemble(code: bytes, entry: str | None = None) -> tuple[Instruction, ...]:
-    """The instructions of a cubin's kernels, or of the kernel `entry` alone, padding included.
+    """Disassemble all kernels of a cubin, or only `entry`, including padding.
 
     Raises:
-        MissingPackageError: no nvdisasm, or one too old.
-        ParameterError: `code` is no cubin, or has no kernel `entry`.
+        MissingPackageError: nvdisasm is missing or too old.
+        ParameterError: `code` is not a cubin, or has no kernel `entry`.
     """
     functions = _functions(code)
     if entry is not None:
@@ -70,13 +70,13 @@ def disassemble(code: bytes, entry: str | None = None) -> tuple[Instruction, ...
 
 
 def lines(code: bytes, entry: str) -> dict[int, tuple[Frame, ...]]:
-    """Where the instructions of a kernel come from, by address: the line itself, then each line it was inlined at.
+    """Lines of source of a kernel's instructions, by address: the line itself, then each line at which it was inlined.
 
-    Empty for machine code without line information (`Job.line_info` asks for it).
+    Empty for machine code without line information (`Job.line_info`).
 
     Raises:
-        MissingPackageError: no nvdisasm.
-        ParameterError: `code` is no cubin.
+        MissingPackageError: nvdisasm is missing.
+        ParameterError: `code` is not a cubin.
     """
     text = _disassembled(code, "--print-line-info-inline")
     section = text.partition(f".section\t.text.{entry},")[2].partition("\t.section\t")[0]
@@ -101,10 +101,10 @@ _LINE_OR_ADDRESS = re.compile(
 
 @lru_cache(maxsize=256)
 def mix(code: bytes, entry: str | None = None) -> Mapping[str, int]:
-    """How many instructions of each of `CLASSES` a cubin's kernels hold, or the kernel `entry` alone.
+    """Count the instructions of each of `CLASSES` in all kernels of a cubin, or only in `entry`.
 
     Raises:
-        As `disassemble`.
+        MissingPackageError, ParameterError: as `disassemble` does.
     """
     counts = dict.fromkeys(CLASSES, 0)
     for instruction in without_padding(disassemble(code, entry)):
@@ -114,7 +114,7 @@ def mix(code: bytes, entry: str | None = None) -> Mapping[str, int]:
 
 
 def classify(instruction: Instruction) -> str:
-    """The class of an instruction, one of `CLASSES`."""
+    """Return the class of an instruction, one of `CLASSES`."""
     match = _CLASS_OF.match(instruction.opcode)
     if match is None or match.lastgroup is None:
         return "other"
@@ -130,20 +130,20 @@ def classify(instruction: Instruction) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Branches:
-    """Jumps of a kernel by kind; each instruction once."""
+    """Number of branch instructions of a kernel, by kind."""
 
     predicated: int
-    """Under a condition, in the kernel's own code: what a reader of the source would call a branch."""
+    """Predicated, in the kernel's own code: branches in the sense of the source."""
     predicated_exits: int
-    """EXIT under a condition: a thread that is done early."""
+    """Predicated EXIT: threads that finish early."""
     in_subroutines: int
-    """Under a condition, in what is called: the slow paths of divisions and roots."""
+    """Predicated, in subroutines: slow paths of divisions and square roots."""
     always: int
-    """The rest: jumps, calls and returns that are always taken."""
+    """Unconditional branches, calls and returns."""
 
 
 def branches(instructions: Iterable[Instruction]) -> Branches:
-    """The jumps among a kernel's instructions (`disassemble` of one entry)."""
+    """Count the branches among a kernel's instructions (`disassemble` of one entry)."""
     kept = without_padding(instructions)
     # Subroutines lie behind the kernel's last EXIT, so that the code from there on is theirs.
     last_exit = max((i.address for i in kept if i.opcode == "EXIT" and i.predicate is None), default=0)
@@ -160,13 +160,13 @@ def branches(instructions: Iterable[Instruction]) -> Branches:
 
 
 def shared_memory(instructions: Iterable[Instruction]) -> int:
-    """How many of a kernel's instructions name shared memory: loads, stores, atomics, and copies into it."""
+    """Count the instructions that access shared memory: loads, stores, atomics, and copies into it."""
     kinds = ("shared_load", "shared_store", "async_copy")
     return sum(classify(i) in kinds for i in without_padding(instructions))
 
 
 def without_padding(instructions: Iterable[Instruction]) -> tuple[Instruction, ...]:
-    """`instructions` less what fills gaps and each function's end: NOPs, and a branch to itself."""
+    """Remove the padding of functions: NOPs, and the branch to itself."""
     return tuple(i for i in instructions if i.opcode != "NOP" and (i.opcode, i.operands) != ("BRA", hex(i.address)))
 
 
@@ -191,7 +191,7 @@ _TEXT = "text.gz"
 
 
 def _disassembled(code: bytes, option: str) -> str:
-    """What nvdisasm prints of the code: half a second for a large kernel, and so kept in the compile cache."""
+    """Output of nvdisasm, cached because a large kernel takes half a second."""
     program = _nvdisasm()
     key = (digest(code), option, program, Path(program).stat().st_size)
     made = entry("sass", key, [_TEXT], lambda folder: _disassemble(code, option, program, folder / _TEXT))
@@ -204,7 +204,7 @@ def _disassemble(code: bytes, option: str, program: str, target: Path) -> dict[s
         file.flush()
         run = subprocess.run([program, "--print-code", option, file.name], capture_output=True, text=True, check=False)
     if run.returncode and option.removeprefix("--") in run.stderr:
-        raise MissingPackageError(f"wanted an nvdisasm that knows {option}, {program} is too old. {_INSTALL}")
+        raise MissingPackageError(f"wanted an nvdisasm that supports {option}, {program} is too old. {_INSTALL}")
     if run.returncode:
         raise ParameterError(f"code: wanted a cubin, nvdisasm refused it: {(run.stderr or run.stdout).strip()}")
     target.write_bytes(gzip.compress(run.stdout.encode(), 1, mtime=0))
@@ -213,7 +213,7 @@ def _disassemble(code: bytes, option: str, program: str, target: Path) -> dict[s
 
 @cache
 def _nvdisasm() -> str:
-    """The program: a wheel's, else the one on PATH, else a toolkit's usual place."""
+    """Path of nvdisasm: from a wheel, PATH, or the usual location of a toolkit."""
     wheels = [str(Path(folder) / "nvidia" / "cu13" / "bin") for folder in sys.path]
     search = os.pathsep.join([*wheels, os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"])
     program = shutil.which("nvdisasm", path=search)

@@ -1,7 +1,7 @@
-"""From places in a program to lines of source, through everything that was inlined there.
+"""Maps code addresses of an executable to lines of source, including inlined frames.
 
-A place is how far an instruction lies from where its executable was loaded: what `addr2line` takes for a
-position-independent executable on Linux. It is a return address: the instruction that is meant ends one byte before.
+A place is an offset from the load address of the executable, as `addr2line` expects for position-independent
+executables on Linux. It is a return address: the instruction in question ends one byte before it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from flashlab.build.sources import Frame as Frame
 from flashlab.core.paths import KERNELS
 
 EMULATION = KERNELS / "emulation"
-"""Its own code is left out of what a user is shown."""
+"""The emulation, whose frames are hidden from users."""
 
 _TIMEOUT_S = 60.0
 _LOCATION = re.compile(r"(?P<file>.*):(?P<line>\d+|\?)(?: \(discriminator \d+\))?")
@@ -26,13 +26,13 @@ _TOOLS = {
     "addr2line": ("-a", "-i", "-e"),
     "llvm-symbolizer": ("--output-style=GNU", "--functions=none", "-a", "-i", "-e"),
 }
-"""Programs that take addresses on their standard input, the preferred one first, and the options before the path."""
+"""Programs that read addresses from standard input, in order of preference, with the options before the path."""
 
 
 def resolve(executable: Path, places: Iterable[int]) -> dict[int, tuple[Frame, ...]]:
-    """The lines of source at each place of an executable, the innermost of what was inlined first.
+    """Map places of an executable to lines of source, the innermost inlined frame first.
 
-    Never raises: a place of which nothing is known, and every place where `missing` gives a reason, has no frames.
+    Never raises: unknown places, and all places if `missing` gives a reason, have no frames.
     """
     addresses = sorted(set(places))
     unknown: dict[int, tuple[Frame, ...]] = dict.fromkeys(addresses, ())
@@ -55,7 +55,7 @@ def resolve(executable: Path, places: Iterable[int]) -> dict[int, tuple[Frame, .
 
 
 def missing() -> str | None:
-    """Why places stay numbers on this machine, and what helps; None where they do not."""
+    """Explain why places cannot be resolved on this machine, and what helps; None if they can."""
     if _tool() is not None:
         return None
     return (
@@ -65,7 +65,7 @@ def missing() -> str | None:
 
 
 def site(frames: tuple[Frame, ...]) -> Frame | None:
-    """The frame that a user cares about: the innermost one outside the emulation, where there is one."""
+    """Return the innermost frame outside the emulation, or None."""
     own = (frame for frame in frames if not frame.file.is_relative_to(EMULATION))
     return next(own, frames[0] if frames else None)
 
@@ -76,7 +76,7 @@ def _tool() -> str | None:
 
 
 def _read(text: str) -> list[tuple[Frame, ...]]:
-    """The frames of each address, in order: an address, then the locations of what was inlined there."""
+    """Parse the frames of each address, in order."""
     by_address: list[list[Frame]] = []
     for line in text.splitlines():
         if re.fullmatch(r"0x[0-9a-f]+", line):

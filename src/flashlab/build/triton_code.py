@@ -1,8 +1,8 @@
-"""Stages in Triton: to machine code on any machine.
+"""Compilation of Triton stages to machine code, on any machine.
 
-Triton compiles for a named architecture without a GPU, and what it makes is machine code like any other: flashlab
-loads, launches, reads and times it as it does its own. It compiles in a process of its own, because it reads its
-settings from the environment at import.
+Triton compiles for a named architecture without a GPU; flashlab loads, launches, disassembles and times the result like
+any other cubin. Compilation runs in a separate process, because Triton reads its settings from the environment at
+import.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ ARGUMENTS: Mapping[str, str] = {
     **dict.fromkeys(("q_heads", "kv_heads", "q_len", "kv_len", "wants_lse"), "i32"),
     "scale_log2": "fp32",
 }
-"""A kernel's parameters in order, by Triton's names of their types; constants come after them."""
+"""Parameters of a kernel in order, with Triton's names of their types; constants follow."""
 CONSTANTS = ("HEAD_DIM", "CAUSAL", "TILE_Q", "TILE_KV")
-"""What a kernel is compiled for. The tunables WARPS, PIPELINE_STAGES and MAX_REGISTERS are Triton's num_warps,
+"""Compile-time constants of a kernel. The tunables WARPS, PIPELINE_STAGES and MAX_REGISTERS are Triton's num_warps,
 num_stages and maxnreg."""
 HIDDEN_POINTERS = 4
-"""Pointers that Triton may add after the parameters, for memory of its own, and that must be null: room for a few."""
+"""Maximum number of pointers that Triton may append to the parameters, for its own memory; passed as null."""
 _WARP = 32
 _POINTER_BYTES = 16
 _STRIDE_ELEMENTS = 8
-"""What ALIGNED=1 promises of Q, K, V and O: addresses in bytes, strides in elements."""
+"""Alignment of Q, K, V and O if ALIGNED=1: addresses in bytes, strides in elements."""
 _ELEMENTS: Mapping[DType, str] = {"float16": "fp16", "bfloat16": "bf16"}
 _ELSEWHERE = "import importlib, sys; sys.exit(importlib.import_module(sys.argv[1]).serve(sys.argv[2]))"
 _OLDEST_INTERPRETER = (3, 9)
-"""3.6's does not run with NumPy 2.4; none in between was tried."""
+"""The interpreter of 3.6 does not run with NumPy 2.4; versions in between are untested."""
 INTERPRETER_NEEDS = (
     f"torch and Triton {'.'.join(map(str, _OLDEST_INTERPRETER))} or newer, in an environment of its own: the torch "
     "that constraints.txt pins brings an older Triton"
@@ -52,7 +52,7 @@ INTERPRETER_NEEDS = (
 
 
 def missing(*, interpreter: bool = False) -> str | None:
-    """The command that installs what Triton's compiler, or its interpreter, lacks here; None where it is there."""
+    """The command that installs Triton's compiler, or interpreter; None if it is available."""
     installed = _is_there("triton")
     if not interpreter:
         return None if installed else "pip install triton"
@@ -70,12 +70,12 @@ def _is_there(package: str) -> bool:
 
 
 def version() -> str:
-    """Triton's version, where it is installed."""
+    """Version of the installed Triton."""
     return importlib.metadata.version("triton")
 
 
 def signature(dtype: DType) -> dict[str, str]:
-    """Triton's names of the types of `ARGUMENTS`, for an element type."""
+    """Types of `ARGUMENTS` for a data type, as named by Triton."""
     return {name: kind.replace("element", _ELEMENTS[dtype]) for name, kind in ARGUMENTS.items()}
 
 
@@ -89,13 +89,13 @@ def compile_kernel(
     capability: tuple[int, int],
     aligned: bool,
 ) -> tuple[bytes | None, str, dict[str, int]]:
-    """Machine code of a kernel for an architecture. Needs Triton, and no GPU.
+    """Compile a kernel for an architecture. Needs Triton, but no GPU.
 
     Args:
-        options: Triton's own, such as num_warps.
+        options: options of Triton, such as num_warps.
 
     Returns:
-        A cubin, None where Triton refused; the log of ptxas, or why it refused; `threads` and `smem_bytes`.
+        The cubin, or None on error; the log of ptxas, or the error; `threads` and `smem_bytes`.
     """
     divisibility = dict.fromkeys("QKVO", _POINTER_BYTES) | dict.fromkeys(_STRIDES, _STRIDE_ELEMENTS)
     request = {
@@ -131,9 +131,9 @@ def compile_kernel(
 
 
 def worker(folder: Path, request: Mapping[str, Any], module: str, **settings: str) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of a process, in which Triton is not imported yet, calling a module's `serve(folder)`.
+    """Command and environment of a new process, without Triton imported, that calls a module's `serve(folder)`.
 
-    `folder` then holds `request.json`. `settings` are variables of its environment, which has none of this one's for
+    Writes `request.json` to `folder`. `settings` are environment variables, which replace all of this process's for
     Triton.
     """
     (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
@@ -151,7 +151,7 @@ def worker(folder: Path, request: Mapping[str, Any], module: str, **settings: st
 
 
 def kernel_in(request: Mapping[str, Any]) -> Any:
-    """The Triton function that a request names."""
+    """Import the Triton function named by a request."""
     spec = importlib.util.spec_from_file_location("kernel", request["source"])
     if spec is None or spec.loader is None:
         raise ImportError(f"{request['source']} is no Python file")
@@ -179,7 +179,7 @@ def _compile(request: Mapping[str, Any], folder: Path) -> None:
 
 
 def serve(path: str) -> int:
-    """The part of the process of its own: its exit status."""
+    """Entry point of the compiler process; returns its exit status."""
     folder = Path(path)
     try:
         _compile(json.loads((folder / "request.json").read_text(encoding="utf-8")), folder)

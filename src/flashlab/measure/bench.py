@@ -1,6 +1,6 @@
-"""Check and time stages and libraries on a GPU, in a worker process, and record what it says.
+"""Benchmarks: checks and times stages and libraries on a GPU, in a worker process, and records the results.
 
-`measure` does so for whatever compares implementations on problems: `run` here, the autotuner (tune.py), ablations.
+`measure` is shared by everything that compares implementations on problems: `run`, the autotuner (tune.py), ablations.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from flashlab.run import choice, gpu
 T = TypeVar("T", bound=schema.Base)
 Schema = type[Measurement] | type[Tuning] | type[Ablation] | type[Part]
 _WITH_LSE = "+lse"
-"""Ends the name, among a run's implementations, of a stage's second row: the one with the log-sum-exp on."""
+"""Suffix of the name of a stage's second row, which is timed with the log-sum-exp."""
 
 
 def measure(
@@ -49,20 +49,20 @@ def measure(
     ceilings: Sequence[str] = (),
     before: Callable[[], None] = lambda: None,
 ) -> Path:
-    """Check and time implementations in worker processes, and append a record of that kind of each to its folder.
+    """Check and time implementations in worker processes, and append a record of the given kind for each.
 
     Args:
-        cells: problems, and what is compared on each by name: checked, then timed interleaved.
-        ceilings: the GPU's own limits, measured first.
-        before: called once it is known that the folder can be written.
+        cells: problems, and the names of the implementations compared on each: checked, then timed interleaved.
+        ceilings: limits of the GPU, measured first.
+        before: called when the folder is known to be writable.
 
     Returns:
-        The file. machine.json and CHECKSUMS beside it are up to date, even when this raises half-way.
+        The file of records. machine.json and CHECKSUMS are brought up to date even if this raises.
 
     Raises:
-        OutputError: it cannot be written; before any GPU work.
-        ParameterError: there is nothing to measure, or a tunable that a stage lacks.
-        NoGpuError, MissingPackageError, UnsupportedError: the worker cannot work here.
+        OutputError: the folder is not writable; raised before any GPU work.
+        ParameterError: there is nothing to measure, or a stage lacks a tunable.
+        NoGpuError, MissingPackageError, UnsupportedError: the worker cannot run here.
         LaunchError: the worker does not start, or another process measures on the GPU.
     """
     for implementation in implementations.values():
@@ -95,7 +95,7 @@ def measure(
 def _record(
     schema: Schema, header: Message, implementation: Implementation, problem: Problem, row: Message
 ) -> Measurement | Tuning | Ablation | Part | None:
-    """The record of a worker's row; None where there is none to be made of it."""
+    """Convert a worker's row to a record; None if it has none."""
     fields: Message = {"verdict": None, "samples": (), "cubin": None, **row}
     if schema is Part:
         if row["status"] != "ok":
@@ -121,14 +121,14 @@ def implementations_of(
     sources: Mapping[str, Path] | None = None,
     plan: Plan = PLAN,
 ) -> dict[str, Implementation]:
-    """Stages and libraries by the name of their records: stages as `registry.implementations` takes them.
+    """Stages, as in `registry.implementations`, and libraries, by the names of their records.
 
     Args:
-        peers: those for the problems where None.
+        peers: default: those for the problems.
 
     Raises:
-        UnknownStageError, ParameterError: there is none of a name, no file, or nothing for problems; or the plan names
-            anything else.
+        UnknownStageError, ParameterError: an unknown name or missing file, nothing to measure, or a plan that names
+            other implementations.
     """
     named = {
         name: replace(of_stage, record={"name": name, "kind": "stage", "lse": False})
@@ -154,19 +154,22 @@ def run(
     ceilings: bool | Sequence[str] = True,
     options: Options = OPTIONS,
 ) -> Path | None:
-    """Check and time stages and peers on each problem, and append the records to data/<gpu>/runs/<run>.jsonl.
+    """Check and time stages and libraries on each problem, and append the records to data/<gpu>/runs/<run>.jsonl.
 
-    What machine code that needs is made first, on all cores. Where the options say `resume`, what is on record is left
-    out (`_left`, `ceilings_left`); None where that is all.
+    Compiles first, on all cores. With `resume` in the options, measurements on record are skipped (`_left`,
+    `ceilings_left`).
 
     Args:
-        problems: what to compute; see `problem.suite`.
-        stages, peers, sources: as `implementations_of` takes them; none where empty.
-        only: whether a problem wants what has that name; all at every problem where None.
-        ceilings: measure them all, none, or those named.
+        problems: see `problem.suite`.
+        stages, peers, sources: as in `implementations_of`; none if empty.
+        only: predicate on (problem, name); default: every implementation on every problem.
+        ceilings: True for all, False for none, or names.
+
+    Returns:
+        The file of records; None if everything is on record.
 
     Raises:
-        As `measure`; UnknownStageError, ParameterError: names that make no sense; before any GPU work.
+        FlashlabError: as `measure` does; UnknownStageError, ParameterError: invalid names, before any GPU work.
     """
     named = implementations_of(problems, stages, peers, sources, plan)
     wanted = limits.require(limits.CEILINGS if ceilings is True else ceilings or ())
@@ -210,9 +213,9 @@ def compile_ahead(
     *,
     aligned: Sequence[bool] = (True,),
 ) -> None:
-    """Fill the cache with all that the stages may need at their problems, on all cores; a worker compiles one by one.
+    """Compile everything that stages need at their problems into the cache, on all cores; workers compile sequentially.
 
-    What does not compile is the worker's to record.
+    Compile errors are ignored: the worker records them.
     """
     if gpu.available():
         return  # the worker says better why
@@ -231,13 +234,13 @@ def compile_for(
     line_info: bool = False,
     progress: Follow = ignore,
 ) -> dict[tuple[Problem, str], compiler.Cubin | CompileError]:
-    """As `compile_ahead`, for any GPU: `slug` is its folder, whose table completes tunables; None for no table.
+    """Compile as `compile_ahead` does, for any GPU, whose table `slug` completes the tunables; None for no table.
 
     Returns:
-        Of each problem and name that a stage takes, its machine code, that of the first of `aligned`.
+        Machine code by problem and name, for supported problems, with the first value of `aligned`.
 
     Raises:
-        MissingPackageError: no compiler.
+        MissingPackageError: there is no compiler.
     """
     jobs: dict[str, compiler.Job] = {}
     labels: dict[tuple[Problem, str], str] = {}
@@ -269,15 +272,15 @@ def compile_for(
 def _left(
     names: Mapping[Problem, Sequence[str]], named: Mapping[str, Implementation], plan: Plan, options: Options
 ) -> dict[Problem, list[str]]:
-    """What of a run is not on record yet for this GPU, by problem.
+    """Names of a run that are not on record for this GPU, by problem.
 
-    On record is what a clean commit measured with the same machine code, or library, under the same driver and
-    software, in every state that the plan wants. A ratio is of one run: where a stage is left, its parent and the
-    libraries are measured again beside it, and where anything is, the last rung.
+    A measurement is on record if a clean commit made it with the same machine code or library, driver and software, in
+    every state that the plan requires. Because ratios need a common run, a stage is measured with its parent and the
+    libraries, and anything with the last rung.
 
     Raises:
         NoGpuError: there is no GPU.
-        MissingPackageError: no compiler.
+        MissingPackageError: there is no compiler.
     """
     gpu.require()
     here, cells = gpu.info(options.device), list(names.items())
@@ -288,10 +291,10 @@ def _left(
 
 
 def stands_for(record: schema.Base, here: gpu.GpuInfo, *, same_commit: bool = False) -> bool:
-    """Whether a record was made by committed code under the driver and the software that are here.
+    """Whether a record was made by committed code with the current driver and software.
 
     Args:
-        same_commit: and by the very commit that is here, on this very GPU: for what names no machine code.
+        same_commit: also require the current commit and GPU, for records without machine code.
     """
     if record.source.dirty or record.gpu.driver != here.record.driver or record.software != provenance.software():
         return False
@@ -299,7 +302,7 @@ def stands_for(record: schema.Base, here: gpu.GpuInfo, *, same_commit: bool = Fa
 
 
 def on_record(kind: type[T], options: Options, *, same_commit: bool = False) -> tuple[T, ...]:
-    """The records of this GPU that `stands_for` holds for: what need not be measured again."""
+    """The records of this GPU that are still valid (`stands_for`)."""
     here = gpu.info(options.device)
     known = store.records(here.slug, kind, options.data)
     return tuple(record for record in known if stands_for(record, here, same_commit=same_commit))
@@ -312,9 +315,9 @@ def not_recorded(
     code: Mapping[tuple[Problem, str], compiler.Cubin | CompileError],
     options: Options,
 ) -> list[tuple[Problem, Sequence[str]]]:
-    """The cells with an implementation that no record of `kind` has with the same machine code.
+    """The cells with an implementation that is not on record with the same machine code, or all without `resume`.
 
-    They are measured whole: a ratio is of one run. All of them where the options do not say `resume`.
+    These are measured completely, because ratios need a common run.
     """
     if not options.resume:
         return list(cells)
@@ -336,13 +339,13 @@ def not_recorded(
 
 
 def ceilings_left(names: Sequence[str], options: Options) -> list[str]:
-    """The ceilings among `names` that no record of this very commit has for this GPU."""
+    """The ceilings among `names` that the current commit has not measured on this GPU."""
     done = {ceiling.name for ceiling in on_record(Ceiling, options, same_commit=True)}
     return [name for name in names if name not in done]
 
 
 _NAMING = ("axis", "level", "stage", "left_out")
-"""The fields by which a record of a cell names its implementation."""
+"""Fields that identify the implementation in a record."""
 
 
 def not_on_record(
@@ -352,7 +355,7 @@ def not_on_record(
     code: Mapping[tuple[Problem, str], compiler.Cubin | CompileError],
     plan: Plan,
 ) -> dict[Problem, frozenset[str]]:
-    """As `_left`: of what `cells` want, what no row of `known` stands for. `code`: of stages, as it is now."""
+    """Names of `cells` without a valid row in `known`, by problem; `code` is the current machine code of stages."""
 
     def stands(row: Measurement, name: str) -> bool:
         implementation, problem = named[name], row.problem
@@ -389,18 +392,18 @@ def not_on_record(
 _STARTUP_S, _CEILING_S = 20.0, 2.0
 _BUILD_S, _CHECK_S_PER_SCORE = 0.4, 0.6 / (1 << 30)
 _UNKNOWN_TFLOPS = 300.0
-"""Assumptions of `estimate`: what a worker's start, a ceiling, a build and a check take, and an unmeasured rate."""
+"""Assumptions of `estimate`: time of a worker start, ceiling, build and check, and the rate without records."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """How long a problem may take."""
+    """Estimated time of a problem."""
 
     problem: Problem
     implementations: int
-    """Those that take it."""
+    """Number of implementations that support it."""
     sustained: int
-    """Those of them that are called for seconds."""
+    """Number of those timed under sustained load."""
     seconds: float
 
 
@@ -414,14 +417,14 @@ def estimate(
     ceilings: bool | Sequence[str] = True,
     known: Sequence[Measurement] = (),
 ) -> tuple[tuple[Estimate, ...], float]:
-    """How long each problem of a run may take, and the whole run, in seconds; nothing is run.
+    """Estimate the time of each problem of a run, and of the whole run in seconds, without running anything.
 
-    From what is recorded: the time of an implementation is taken from its row at the same head dim and mask that is
-    nearest in operations, on the same inputs where there is one, and scaled by them. A stage without one is taken to be
-    as fast as its parent. Of `trained` inputs all layers together are taken to cost what another kind costs.
+    The time of an implementation is scaled by FLOPs from its recorded row with the same head dim and mask, preferably
+    the same inputs, and the nearest FLOPs. A stage without one is assumed to be as fast as its parent. All layers of
+    `trained` inputs together are assumed to cost as much as another kind.
 
     Args:
-        known: rows on record, the newest last.
+        known: recorded rows, the newest last.
     """
     named = implementations_of(problems, stages, peers, sources, plan)
     built: set[tuple[str, Problem]] = set()

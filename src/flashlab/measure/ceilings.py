@@ -1,6 +1,6 @@
-"""What this GPU gives at most, measured; query/roofline.py says what a data sheet promises and where a stage stands.
+"""Measured ceilings of a GPU: attainable throughput and bandwidth. For data-sheet peaks, see query/roofline.py.
 
-A ceiling is the median of burst samples of a micro-benchmark (kernels/micro) or of one large cuBLAS GEMM.
+A ceiling is the median of burst samples of a micro-benchmark (kernels/micro) or of a large cuBLAS GEMM.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ class Workload:
 
     run: Run
     amount: float
-    """Bytes, operations or results a call; 1 where the time itself is the reading."""
+    """Bytes, operations or results per call; 1 if the reading is the time itself."""
     unit: Unit
     how: str
     keep: tuple[object, ...] = ()
-    """The buffers of which `run` knows the addresses."""
+    """Buffers whose addresses `run` holds."""
 
 
 def value_of(amount: float, unit: Unit, time_us: float) -> float:
-    """A rate in `unit` from the amount done in one call of `time_us`; for `us` the time itself."""
+    """Convert an amount per call of `time_us` to a rate in `unit`; for `us`, the time itself."""
     return time_us if unit == "us" else amount / time_us / 1e6
 
 
@@ -57,7 +57,7 @@ def _micro(
     input_bytes: int = 1 << 20,
     defines: Mapping[str, int | str] | None = None,
 ) -> Workload:
-    """A micro-benchmark of kernels/micro; ceilings.toml has the parameters."""
+    """Build a micro-benchmark of kernels/micro, with the parameters of ceilings.toml."""
     blocks = blocks or _BLOCKS_PER_SM * gpu.info(device).sm_count
     out, values = gpu.Zeroed(device, 1 << 20, stream), gpu.Zeroed(device, input_bytes, stream)
     launch = gpu.Launch(
@@ -127,15 +127,15 @@ CEILINGS: Mapping[str, Callable[[int, int], Workload]] = {
     **_MICRO,
     **{f"tensor_{dtype}": partial(_matmul, dtype) for dtype in DTYPES},
 }
-"""Every ceiling: (device, stream) -> workload. `tensor_*` is the compute roof of the newest tensor-core instructions
-(cuBLAS uses them); `mma_sync_*` that of the warp-level ones, which is all that the stages before wgmma can reach."""
+"""All ceilings: (device, stream) -> workload. `tensor_*` is the peak of the newest tensor-core instructions, as used by
+cuBLAS; `mma_sync_*` that of the warp-level ones, the limit of stages without wgmma."""
 
 
 def require(names: Iterable[str]) -> list[str]:
-    """Those names.
+    """Check names of ceilings and return them.
 
     Raises:
-        ParameterError: one is no ceiling.
+        ParameterError: a name is not a ceiling.
     """
     named = list(names)
     refuse_unknown("ceiling", CEILINGS, *named)
@@ -143,10 +143,10 @@ def require(names: Iterable[str]) -> list[str]:
 
 
 def measure(name: str, timer: Timer, device: int, stream: int) -> dict[str, Any]:
-    """Measure a ceiling in bursts: the fields of a `schema.Ceiling` but its header and kind.
+    """Measure a ceiling in bursts; returns the fields of a `schema.Ceiling` without header and kind.
 
     Raises:
-        MissingPackageError, LaunchError, CompileError, ImportError: as the workload's building or running raises.
+        MissingPackageError, LaunchError, CompileError, ImportError: the workload cannot be built or run.
     """
     workload = CEILINGS[name](device, stream)
     taken = timer.burst({name: workload.run}, samples=20)[name]

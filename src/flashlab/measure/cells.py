@@ -1,10 +1,10 @@
-"""Implementations on problems, in worker processes until there is a row of each: the protocol of `bench` and `check`.
+"""Protocol of `bench` and `check`: runs implementations on problems in worker processes until each has a row.
 
-A cell is a problem, in a layout where that matters, and the implementations that are still to come on it; or the GPU's
-own ceilings. A worker that dies costs the implementation in hand: it is recorded as crashed or timed out, and another
-worker goes on without it. Every row is on disk before the next is asked for.
+A cell is a problem, possibly in a layout, with its pending implementations, or the ceilings of the GPU. If a worker
+dies, the current implementation is recorded as crashed or timed out, and another worker continues without it. Every row
+is on disk before the next one is started.
 
-In a worker, `GpuWorker` holds the GPU and says which cell and implementation come next, should it die of them.
+In a worker, `GpuWorker` holds the GPU and announces each cell and implementation before starting it.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from flashlab.verify.oracle import make_torch_inputs
 
 @dataclass
 class Cell:
-    """A problem (or a checked layout of one) and the implementations still to come."""
+    """A problem, or a checked layout of one, and its pending implementations."""
 
     problem: Problem | None
-    """None for the GPU's own ceilings, whose names stand for implementations."""
+    """None for the ceilings of the GPU, whose names replace those of implementations."""
     pending: list[str]
     layout: str = ""
 
     @property
     def label(self) -> str:
-        """For people."""
+        """Display name."""
         return " ".join(filter(None, (self.problem.label if self.problem else "ceilings", self.layout)))
 
 
@@ -68,17 +68,17 @@ def supervise(
     closed: Callable[[Cell], None] = lambda _: None,
     skip: Callable[[str, Problem | None], str] = lambda *_: "",
 ) -> None:
-    """Run a job until there is a row of every implementation of every cell, however many workers that takes.
+    """Run a job until every implementation of every cell has a row, restarting workers as needed.
 
     Args:
-        row: takes what a worker says of an implementation, its `status` and `reason` alone where that is lost;
-            ValidationError, KeyError or TypeError where it makes no sense.
-        closed: called when nothing more will come of a cell.
-        skip: why an implementation is not waited for again, after another cell's timeout; empty where it is.
+        row: receives the row of an implementation, with only `status` and `reason` if the worker died; raises
+            ValidationError, KeyError or TypeError if it is invalid.
+        closed: called when a cell is complete.
+        skip: the reason not to wait for an implementation again after a timeout of another cell, or "".
 
     Raises:
-        MissingError, UnsupportedError: the worker says that it cannot work here.
-        LaunchError: it dies before it has begun.
+        MissingError, UnsupportedError: the worker cannot run here.
+        LaunchError: the worker died before it started.
     """
     left = {index: cell for index, cell in enumerate(cells) if cell.pending}
     total = sum(len(cell.pending) for cell in cells)
@@ -97,7 +97,7 @@ def supervise(
             take(index, name, {"status": status, "reason": reason})
 
     def act(message: Message) -> None:
-        """KeyError, TypeError or ValueError where the message makes no sense."""
+        """Handle a message; raises KeyError, TypeError or ValueError if it is invalid."""
         kind = message["type"]
         if kind == "hello":
             book.hello(message)
@@ -137,27 +137,27 @@ def supervise(
 
 @dataclass
 class Rows:
-    """Rows of one kind that workers send, each appended with the header as it comes: a death costs what was to follow.
+    """Rows of one kind, each appended with the header as soon as a worker sends it.
 
-    A worker sends `row`s, `step`s whose `what` says what comes next, and `missing`: a `what` that has no row, and the
-    `reason`.
+    A worker sends `row`s, `step`s whose `what` announces the next row, and `missing`, with the `what` that has no row
+    and the `reason`.
     """
 
     kind: type[Base]
     book: Book
     options: Options
     total: int = 0
-    """How many are expected, for the progress."""
+    """Expected number of rows, for the progress."""
     count: int = 0
     missing: list[Message] = field(default_factory=list)
     broken: bool = False
-    """Whether a worker ended early, or sent a row that makes no sense."""
+    """Whether a worker ended early or sent an invalid row."""
 
     def run(self, job: Message, what: str, **limits_s: float) -> None:
-        """Run a job in one worker; where that ends early, `what` is missing. `limits_s` is what `Worker.run` takes.
+        """Run a job in one worker, with the time limits of `Worker.run`; if it ends early, `what` is missing.
 
         Raises:
-            MissingError, UnsupportedError, LaunchError: it cannot work here, and there is no row of another yet.
+            MissingError, UnsupportedError, LaunchError: the worker cannot run here, and no other has sent a row.
         """
         job = {"device": self.options.device, "seed": self.options.seed, **job}
         try:
@@ -187,10 +187,10 @@ class Rows:
                 self.missing.append({"what": row.get("name", "a row"), "reason": reason})
 
     def ended(self) -> tuple[Path, tuple[str, ...]]:
-        """The file, and what has no row, with the reason.
+        """Return the file, and what has no row, with reasons.
 
         Raises:
-            LaunchError: there is no row.
+            LaunchError: there are no rows.
         """
         missing = tuple(dict.fromkeys(f"{package['what']}: {package['reason']}" for package in self.missing))
         if not self.count:
@@ -201,11 +201,11 @@ class Rows:
 def record_rows(
     kind: type[Base], job: Message, options: Options, *, total: int = 0, **limits_s: float
 ) -> tuple[Path, tuple[str, ...]]:
-    """Run a job in one worker, and append its `Rows`; the file, and what has no row, with the reason.
+    """Run a job in one worker and append its `Rows`; returns the file, and what has no row, with reasons.
 
     Raises:
-        MissingError, UnsupportedError: the worker says that it cannot work here.
-        LaunchError: it does not start or ends early, a row makes no sense, or there is none; those before are kept.
+        MissingError, UnsupportedError: the worker cannot run here.
+        LaunchError: the worker did not start or ended early, or a row is invalid, or there are none; earlier rows stay.
         OutputError: the folder cannot be written.
     """
     with Book(options.data, store.FOLDERS[kind]) as book:
@@ -221,7 +221,7 @@ def record_rows(
 
 
 def need(module: str) -> Any:
-    """A Python package that measuring needs; MissingPackageError where it is not installed."""
+    """Import a Python package needed for measuring; raises `MissingPackageError` if it is not installed."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -232,7 +232,7 @@ def need(module: str) -> Any:
 
 
 class RefusedError(Exception):
-    """An implementation that gives no time, and its row: status, reason, and what else it says."""
+    """An implementation cannot be timed; `row` has the status, reason and further fields."""
 
     def __init__(self, status: Status, reason: str, **fields: Any) -> None:
         super().__init__(reason)
@@ -240,7 +240,7 @@ class RefusedError(Exception):
 
 
 def refusal(error: Exception) -> Message:
-    """The row of an implementation that raised an error which the worker survived."""
+    """Build the row of an implementation for an error that the worker survived."""
     text = str(error)
     if isinstance(error, RefusedError):
         return error.row
@@ -254,7 +254,7 @@ def refusal(error: Exception) -> Message:
 
 
 class GpuWorker:
-    """What a worker process does with its GPU, whatever the job. Talks through `send`."""
+    """Base class of GPU workers; sends messages with `send`."""
 
     def __init__(self, job: Message, send: Send) -> None:
         self.job = job
@@ -265,10 +265,10 @@ class GpuWorker:
         }
 
     def hold(self) -> None:
-        """Take hold of the GPU and greet.
+        """Acquire the GPU and send the greeting.
 
         Raises:
-            MissingError, UnsupportedError: it cannot work here.
+            MissingError, UnsupportedError: the worker cannot run here.
         """
         gpu.require()
         self.info = gpu.info(self.device)
@@ -285,17 +285,17 @@ class GpuWorker:
             yield cell["index"], problem, cell["pending"], cell["layout"]
 
     def step(self, cell: int, name: str, what: str, extra_s: float = 0.0) -> None:
-        """Say what comes next: should this process die of it, the parent knows."""
+        """Announce the next step, so that the parent knows what was running if this process dies."""
         self.send({"type": "step", "cell": cell, "name": name, "what": what, "extra_s": extra_s})
 
     def row(self, cell: int, name: str, row: Mapping[str, Any]) -> None:
-        """Say what came of an implementation; it is `ok` unless it says otherwise."""
+        """Send the row of an implementation; its status is `ok` by default."""
         said = {"status": "ok", **row, "reason": row.get("reason", "")[:REASON_CHARS]}
         self.send({"type": "row", "cell": cell, "name": name, "row": to_jsonable_python(said)})
 
     @contextmanager
     def surviving(self, cell: int, name: str) -> Iterator[None]:
-        """Turn an error into a row, where the CUDA context outlived it; else end the process: it never recovers."""
+        """Turn an error into a row if the CUDA context survived; otherwise end the process, which cannot recover."""
         try:
             yield
         except Exception as error:
@@ -305,11 +305,11 @@ class GpuWorker:
 
     @contextmanager
     def attempt(self, what: str, *, survive: bool = False, **more: Any) -> Iterator[None]:
-        """Say that something is missing, and why, where it raises: a library's own errors have no common class.
+        """Turn any exception into a `missing` message, since errors of libraries have no common class.
 
         Args:
-            survive: end the process where the CUDA context did not outlive the error.
-            more: what else the message says.
+            survive: whether to end the process if the CUDA context did not survive the error.
+            more: further fields of the message.
         """
         try:
             yield
@@ -320,7 +320,7 @@ class GpuWorker:
             self.send({"type": "missing", "what": what, "reason": reason[:REASON_CHARS], **more})
 
     def survive(self, error: Exception) -> None:
-        """Return when the CUDA context outlived an error."""
+        """Return if the CUDA context survived an error; otherwise raise."""
         try:
             gpu.synchronize(self.device)
         except LaunchError as broken:
@@ -329,17 +329,17 @@ class GpuWorker:
             os._exit(3)
 
     def free(self) -> None:
-        """Give memory back to the GPU."""
+        """Release cached GPU memory."""
         gc.collect()
         self.torch.cuda.empty_cache()
         self.cupy.get_default_memory_pool().free_all_blocks()
 
     def inputs(self, problem: Problem) -> tuple[Any, Any, Any]:
-        """Q, K and V, torch tensors."""
+        """Draw Q, K and V, as torch tensors."""
         return make_torch_inputs(problem, self.job["seed"])
 
     def for_oracle(self, tensor: Any) -> Any:
-        """A CuPy view of a torch tensor; bfloat16 as its bits, since CuPy need not know the type."""
+        """View a torch tensor as a CuPy array; bfloat16 as its bits, since CuPy may not support the type."""
         if str(tensor.dtype) == "torch.bfloat16":
             return self.cupy.from_dlpack(tensor.view(self.torch.int16)).view(self.cupy.uint16)
         return self.cupy.from_dlpack(tensor)

@@ -1,6 +1,6 @@
-"""Compare stages with the oracle on a GPU, in a worker process, and record what it says.
+"""Checks of stages against the oracle on a GPU, in a worker process, with records of the verdicts.
 
-verify/cases.py says which cases there are, and verify/on_cpu.py runs the same on a CPU.
+verify/cases.py defines the cases, and verify/on_cpu.py runs them on a CPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from flashlab.verify.verdict import Guarded, Oracle, check, damage
 
 OPTIONS = Options(timeout_s=120.0, worker=(sys.executable, "-m", "flashlab.measure.check"))
 _WAITING_EMULATIONS = 256
-"""Runs of the emulator that may wait for a core, so that their arrays do not fill the memory."""
+"""Maximum number of queued emulator runs, which limits the memory of their arrays."""
 _ROW = TypeAdapter(CheckRow)
 
 
@@ -64,20 +64,20 @@ def check_stages(
     options: Options = OPTIONS,
     **selection: Unpack[Selection],
 ) -> CheckRun:
-    """Compare stages with the oracle on the GPU, over lengths, masks, types, layouts and inputs that break kernels.
+    """Check stages against the oracle on the GPU, over adversarial lengths, masks, dtypes, layouts and inputs.
 
-    Every buffer lies between guards of NaN, outputs are poisoned, inputs compared afterwards, grouped-query heads and
-    the log-sum-exp are always on. Rows go to data/<gpu>/checks/<run>.jsonl, or nowhere without `record`.
+    Buffers have NaN guards, outputs are poisoned, inputs are compared afterwards; grouped-query attention and the
+    log-sum-exp are always used. With `record`, rows go to data/<gpu>/checks/<run>.jsonl.
 
-    `cases.chosen_cases` says which cases a `selection` is; `inputs` are kinds that are drawn from a seed: all but
-    `trained`. Rows of `random` cases go to data/<gpu>/random/, those of a `suite` to a folder of its name.
+    `selection` is that of `cases.chosen_cases`; `inputs` are kinds drawn from a seed, i.e. all but `trained`. Rows of
+    `random` cases go to data/<gpu>/random/, those of a `suite` to a folder of its name.
 
-    `emulate` also runs each case on the CPU, on the same numbers, checks that and compares the two.
+    `emulate` also runs each case on the CPU with the same values, checks the result and compares both.
 
-    Where the options say `resume`, a run that the same code began on this GPU goes on in its file, with what it lacks.
+    With `resume` in the options, a run that the same code began on this GPU is continued in its file.
 
     Raises:
-        As `bench.run`.
+        FlashlabError: as `bench.run` does.
     """
     named = stages.implementations(stage_ids, sources)
     wanted = chosen_cases(
@@ -124,7 +124,7 @@ def check_stages(
 
 
 def _left(wanted: list[Case], folder: str, emulate: bool, options: Options) -> tuple[str | None, list[Case]]:
-    """The newest run that this very code made here, if there is one, and what is not in it of the cases."""
+    """The newest run of the current code on this GPU, or None, and the cases that it lacks."""
     here = gpu.info(options.device)
     for path in reversed(store.files(options.data / here.slug / folder)):
         try:
@@ -146,7 +146,7 @@ def _left(wanted: list[Case], folder: str, emulate: bool, options: Options) -> t
 
 
 def _append(book: Book, rows: Sequence[CheckRow]) -> None:
-    """Append a case to the run's file, which begins with what holds for all of them."""
+    """Append a case to the run's file, which begins with the common header."""
     lines = [case_line(rows)]
     if not book.path.exists():
         lines.insert(0, Header(**book.header()).line())
@@ -158,7 +158,7 @@ def _append(book: Book, rows: Sequence[CheckRow]) -> None:
 
 
 class CheckWorker(GpuWorker):
-    """Compares stages with the oracle, while the emulator runs the same beside it where that is wanted."""
+    """Checks stages against the oracle, optionally running the emulator concurrently."""
 
     def __init__(self, job: Message, send: Send) -> None:
         super().__init__(job, send)
@@ -169,10 +169,10 @@ class CheckWorker(GpuWorker):
             else None
         )
         self._emulating: dict[Future[EmulatorVerdict], tuple[int, str, Message]] = {}
-        """Runs of the emulator under way: the cell, the name, and the row that it is to complete."""
+        """Pending emulator runs: cell, name, and the row to complete."""
 
     def work(self) -> None:
-        """Do the job."""
+        """Run the job."""
         self.hold()
         try:
             for cell, problem, names, layout in self.cells():
@@ -234,7 +234,7 @@ class CheckWorker(GpuWorker):
                 self.row(cell, name, row)
 
     def _collect(self, most: int) -> None:
-        """Send what the emulator has said, and wait until no more than `most` of its runs are left."""
+        """Send completed rows, and wait until at most `most` emulator runs are pending."""
         while self._emulating:
             late = len(self._emulating) > most
             if late:
@@ -252,7 +252,7 @@ class CheckWorker(GpuWorker):
                 return
 
     def on_host(self, array: Any) -> Any:
-        """A CuPy array as NumPy's; bits of bfloat16 as ml_dtypes'."""
+        """Copy a CuPy array to NumPy; bfloat16 bits become ml_dtypes.bfloat16."""
         host = array.get()
         return host.view(ml_dtypes.bfloat16) if str(host.dtype) == "uint16" else host
 
@@ -273,7 +273,7 @@ def _guarded_run(
     params: Mapping[str, int] | None = None,
     judge: Callable[..., Verdict] = check,
 ) -> tuple[Verdict, Any, Any, Fallbacks | None]:
-    """The verdict, the output and log-sum-exp it is on, and fallbacks; `inputs` are `_guarded_inputs` of the values."""
+    """Run a case; returns verdict, output, log-sum-exp and fallbacks. `inputs` are `_guarded_inputs` of the values."""
     cupy = need("cupy")
     out_shape = values[0].shape
     out = Guarded(out_shape, problem.dtype, xp=cupy, **placement(out_shape, layout))
@@ -305,7 +305,7 @@ def _guarded_run(
 
 
 def _for_kernel(array: Any, problem: Problem) -> Any:
-    """A CuPy array as `attention` takes it: bfloat16, which arrives as bits, as a torch view."""
+    """Convert a CuPy array for `attention`: bfloat16 bits become a torch view."""
     if problem.dtype == "float16":
         return array
     torch = need("torch")

@@ -1,18 +1,18 @@
-"""A worker process for whatever measures: each word from it has a deadline, and its death is survived.
+"""Worker processes for measurements, with a deadline for every message and recovery from crashes.
 
-The parent never touches CUDA. It starts a `Worker` on a job, which lies in a file, and acts on what it says, one JSON
-line at a time through a named pipe. A crash (an illegal address poisons the whole process's CUDA context), a kill or a
-hang then costs the step in hand: what was recorded before stays recorded. A worker's module calls `serve`.
+The parent never uses CUDA. It starts a `Worker` on a job, stored in a file, and handles its messages, JSON lines sent
+through a named pipe. A crash (an illegal address poisons the CUDA context of the process), a kill or a hang loses only
+the current step; earlier records stay. The module of a worker calls `serve`.
 
-Messages have a `type`. Of these the harness knows the meaning:
+Messages have a `type`. The harness interprets these:
 
-    hello     it has taken hold of its GPU; until then `startup_s` counts, afterwards `step_s`
-    step      what it does next, with `extra_s` where that may take longer
-    refused   it cannot work here: `error`, a class of core/errors.py, and `message`
-    fatal     it cannot go on, for a `reason`
-    done      it has nothing more to say
+    hello     the worker has acquired its GPU; the limit is `startup_s` before it, and `step_s` afterwards
+    step      the next step, with `extra_s` if it may take longer
+    refused   the worker cannot run here: `error`, a class of core/errors.py, and `message`
+    fatal     the worker cannot continue, with a `reason`
+    done      the worker has finished
 
-A `Book` is the header of the records that a measurement writes, and the file that they go to.
+A `Book` holds the header and the file of the records of a measurement.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from flashlab.run.gpu import GpuInfo
 
 Message = dict[str, Any]
 Send = Callable[[Message], None]
-"""Says a message to the parent; ValueError where it holds a number that is none."""
+"""Sends a message to the parent; raises ValueError if it contains NaN or infinity."""
 
 _JOB = "job.json"
 REASON_CHARS = 2000
 _LOG_CHARS = 1500
 _POLL_S = 0.1
-"""How often a worker that says nothing is looked after."""
+"""Polling interval, in seconds, for silent workers."""
 _REFUSALS = {
     name: getattr(errors, name)
     for name in (
@@ -62,7 +62,7 @@ _REFUSALS = {
 
 
 def words(error: BaseException) -> str:
-    """An error in one line: its class and what it says."""
+    """Format an error in one line: class and message."""
     return f"{type(error).__name__}: {error}"[:REASON_CHARS]
 
 
@@ -70,11 +70,11 @@ def words(error: BaseException) -> str:
 
 
 class WorkerDiedError(Exception):
-    """The worker ended, hung or spoke nonsense: how, with its last words.
+    """The worker crashed, hung or sent an invalid message.
 
     Attributes:
         status: crashed or timeout.
-        step: the last `step` that it said, None where it said none.
+        step: the last `step` message, or None.
     """
 
     def __init__(self, status: Literal["crashed", "timeout"], reason: str) -> None:
@@ -84,12 +84,12 @@ class WorkerDiedError(Exception):
 
 
 class Worker:
-    """A worker process on a job; leaving the context ends it and everything that it started.
+    """A worker process on a job; leaving the context ends it and all its child processes.
 
     Args:
-        command: starts it; `--connect PATH`, the pipe that it writes to, is appended. It may be wrapped in a profiler.
-        job: what it is to do: JSON, in a file beside the pipe.
-        environment: in place of this process's own.
+        command: command line, possibly of a profiler; `--connect PATH`, the pipe to write to, is appended.
+        job: the job as JSON, passed in a file next to the pipe.
+        environment: default: that of this process.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Worker:
             self._process.wait(timeout=60)
 
     def _line(self, limit_s: float) -> bytes:
-        """What it says next; WorkerDiedError where that did not come in time, or it ended."""
+        """Read the next line; raises `WorkerDiedError` if none arrives in time, or the worker ended."""
         ends, late = time.monotonic() + limit_s, False
         while b"\n" not in self._buffer:
             ended = self._process.poll() is not None  # asked first: what it said before is still in the pipe
@@ -152,18 +152,19 @@ class Worker:
         step_s: float,
         total_s: float = math.inf,
     ) -> None:
-        """Act on what it says until it is done.
+        """Handle messages until the worker is done.
 
         Args:
-            act: gets every message but the last; KeyError, TypeError, ValueError or AttributeError where it is none.
-            startup_s: until its `hello`.
-            step_s: for each message after that.
-            total_s: for all of it.
+            act: handles every message but the last; raises KeyError, TypeError, ValueError or AttributeError if it is
+                invalid.
+            startup_s: time limit until `hello`.
+            step_s: time limit of each later message.
+            total_s: total time limit.
 
         Raises:
-            MissingError, UnsupportedError, ParameterError, OutputError: it says that it cannot work here.
-            LaunchError: it died before its `hello`.
-            WorkerDiedError: it died after it.
+            MissingError, UnsupportedError, ParameterError, OutputError: the worker cannot run here.
+            LaunchError: the worker died before its `hello`.
+            WorkerDiedError: the worker died later.
         """
         greeted = False
         step: Message | None = None
@@ -196,10 +197,10 @@ class Worker:
             raise
 
     def wait(self, limit_s: float) -> int:
-        """Its exit status, once it has ended.
+        """Wait for the worker to exit and return its exit status.
 
         Raises:
-            WorkerDiedError: it had not ended in time.
+            WorkerDiedError: the worker did not exit in time.
         """
         try:
             return self._process.wait(timeout=limit_s)
@@ -207,7 +208,7 @@ class Worker:
             raise WorkerDiedError("timeout", f"no end within {limit_s:g} s; stopped") from None
 
     def output(self) -> str:
-        """What it has printed so far."""
+        """The output so far."""
         self._log.flush()
         self._log.seek(0)
         return self._log.read().decode(errors="replace")
@@ -225,9 +226,9 @@ class Worker:
 
 
 def serve(work: Callable[[Message, Send], None]) -> int:
-    """What a worker's module does when it is run: reads the job of its parent, works on it and says how that ended.
+    """Main function of a worker: reads the job from its parent, runs it and reports the outcome.
 
-    An error of ours before its `hello` is a refusal; any other ends the worker and is its last word.
+    A flashlab error before `hello` is sent as `refused`; any other exception ends the worker as `fatal`.
     """
     parser = argparse.ArgumentParser(description="Internal: a worker of flashlab, which its parent starts.")
     parser.add_argument("--connect", required=True, help="the pipe of the parent, beside its job", type=Path)
@@ -238,7 +239,7 @@ def serve(work: Callable[[Message, Send], None]) -> int:
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent is gone: nobody hears what it says, and the next worker wants the GPU."""
+    """End this process when its parent exits, to free the GPU for the next worker."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(4)
@@ -266,7 +267,7 @@ def _serve(work: Callable[[Message, Send], None], job: Message, pipe: IO[str]) -
 
 
 def greeting(info: GpuInfo) -> Message:
-    """What a worker says once it holds that GPU, `Book.hello` takes it."""
+    """Build the `hello` message of a worker for `Book.hello`."""
     return {"type": "hello", "gpu": info.record.model_dump(mode="json"), "software": provenance.software()}
 
 
@@ -274,7 +275,7 @@ def greeting(info: GpuInfo) -> Message:
 
 
 def host() -> dict[str, str]:
-    """What the host is; no host name."""
+    """Describe the host, without its name."""
     model = None
     with contextlib.suppress(OSError):
         model = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
@@ -288,15 +289,15 @@ def host() -> dict[str, str]:
 
 
 class Book:
-    """The header of a measurement's records, the file that they go to, and the GPU's lock while they are made.
+    """Header and file of a measurement's records, and the lock of the GPU.
 
-    Leaving the context brings machine.json and CHECKSUMS up to date, also where it is left by an error half-way.
+    Leaving the context, even through an exception, brings machine.json and CHECKSUMS up to date.
 
     Args:
-        folder: the records' folder below data/<gpu>.
+        folder: folder of the records below data/<gpu>.
 
     Raises:
-        OutputError: `data` cannot be written. Before any GPU work: an hour of measuring must not end there.
+        OutputError: `data` is not writable; raised before any GPU work.
     """
 
     def __init__(self, data: Path, folder: str) -> None:
@@ -318,11 +319,11 @@ class Book:
                 store.write_checksums(self.gpu.slug, self._data, written=self.path)
 
     def hello(self, message: Message) -> None:
-        """Learn the GPU and the software from a worker's greeting, and lock that GPU; every worker has the same.
+        """Take GPU and software from a worker's greeting, and lock the GPU, which must be the same for all workers.
 
         Raises:
-            LaunchError: another GPU than the first worker's, or one that another process of flashlab measures on.
-            OutputError: the folder, or that of the lock, cannot be written.
+            LaunchError: the GPU differs from the first worker's, or another flashlab process measures on it.
+            OutputError: the folder, or that of the lock, is not writable.
         """
         gpu = Gpu.model_validate(message["gpu"])
         if self.gpu is not None and gpu.fingerprint != self.gpu.fingerprint:
@@ -335,12 +336,12 @@ class Book:
 
     @property
     def path(self) -> Path:
-        """The file of this run; a GPU must be known."""
+        """File of this run; requires `hello`."""
         assert self.gpu is not None
         return self._data / self.gpu.slug / self._folder / f"{self.run}.jsonl"
 
     def header(self) -> dict[str, Any]:
-        """The fields that every record has; a GPU must be known."""
+        """Fields common to all records; requires `hello`."""
         assert self.gpu is not None
         return {
             "run": self.run,
@@ -354,10 +355,10 @@ class Book:
 
 @contextlib.contextmanager
 def gpu_lock(fingerprint: str) -> Iterator[None]:
-    """Hold a GPU, by its fingerprint, for this process alone among those of flashlab that measure.
+    """Lock a GPU, by its fingerprint, against other flashlab processes that measure.
 
     Raises:
-        LaunchError: another one holds it.
+        LaunchError: another process holds the lock.
         OutputError: the cache cannot be written.
     """
     folder = writable_dir(cache_dir(), "the compile cache (the environment variable FLASHLAB_CACHE names another)")

@@ -1,4 +1,4 @@
-"""What is measured of each implementation, and how a measurement runs: the options that every command shares."""
+"""Options of measurements, shared by all commands: how they run, and what is measured of each implementation."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels.peers import FEW_ROWS
 
 _CHECKED_SCORES = 1 << 27
-"""Scores that a check of a measurement compares with the oracle where there are many measurements."""
+"""Scores per check that are compared with the oracle if there are many measurements."""
 _LAYER_SAMPLES = 5
 _LAYER_SUSTAINED_S = 0.2
-"""Of each layer of `trained` inputs, where a plan has so many."""
+"""Minimum number of samples, and of seconds of sustained load, per layer of `trained` inputs."""
 
 
 def _positive(**numbers: float) -> None:
@@ -35,26 +35,26 @@ def _not_negative(**numbers: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a measurement runs: where its records go, on which GPU, how long it may take, and what it reports to."""
+    """How a measurement runs: destination of records, GPU, time limits and progress reports."""
 
     data: Path = DATA
-    """The folder that holds data/<gpu>."""
+    """Folder that contains data/<gpu>."""
     device: int = 0
     """CUDA device index."""
     seed: int = 0
-    """Of the inputs and of the order of samples."""
+    """Seed of the inputs and of the order of samples."""
     timeout_s: float = 180.0
-    """For one step: a compilation and check, a sample."""
+    """Time limit of one step: a compilation and check, or a sample."""
     startup_s: float = 300.0
-    """For a worker to start."""
+    """Time limit for a worker to start."""
     progress: Follow = ignore
-    """Called at every step."""
+    """Called after every step."""
     note: Callable[[str], None] = ignore
-    """Called with what is worth a line in a log, such as a ceiling that could not be measured."""
+    """Called with log messages, e.g. about a ceiling that could not be measured."""
     worker: Sequence[str] = (sys.executable, "-m", "flashlab.measure.worker")
-    """The command that starts a worker."""
+    """Command that starts a worker."""
     resume: bool = False
-    """Leave out what is on record of the same code, for whatever can tell: `bench.not_recorded`."""
+    """Whether to skip measurements on record for the same code, if supported."""
 
     def __post_init__(self) -> None:
         _positive(timeout_s=self.timeout_s, startup_s=self.startup_s)
@@ -69,33 +69,33 @@ class Plan:
     """How much is measured of each problem.
 
     Raises:
-        ParameterError: a number that makes no sense.
+        ParameterError: a number is out of range.
     """
 
     samples: int = 40
-    """Hot burst samples of each implementation to aim for."""
+    """Target number of hot burst samples per implementation."""
     min_samples: int = 7
-    """What a slow one takes at least."""
+    """Minimum number of samples of a slow implementation."""
     cold_samples: int = 15
-    """Cold ones; none where 0."""
+    """Cold samples; 0 for none."""
     step_samples: int = 0
-    """Of a CUDA graph of calls, each behind another kernel; none where 0."""
+    """Samples of a CUDA graph of calls, each behind another kernel; 0 for none."""
     cap_s: float = 3.0
-    """Host time, in seconds, after which an implementation takes no more than the least number of samples."""
+    """Host time, in seconds, after which an implementation gets only the minimum number of samples."""
     sustained_seconds: float = 5.0
-    """Of continuous calls for each implementation; none where 0."""
+    """Seconds of continuous calls per implementation; 0 for none."""
     sustained_shapes: tuple[str, ...] | None = (FIRST_SHAPE,)
-    """Where they are taken; None: at every problem."""
+    """Shapes timed under sustained load; None: all."""
     sustained_names: tuple[str, ...] | None = None
-    """Of which implementations; None: of all."""
+    """Implementations timed under sustained load; None: all."""
     checked_scores: int = 1 << 30
-    """Scores of a problem that are compared with the oracle; of a larger one, whole bands of rows (`check.Sample`).
+    """Scores of a problem that are compared with the oracle; of a larger one, whole bands of rows (`verdict.Sample`).
 
-    No more than `_CHECKED_SCORES` on other inputs than normal: a row of many kinds would be mostly oracle.
+    At most `_CHECKED_SCORES` on inputs other than normal, because the oracle would dominate the time.
     """
     lse: bool = False
-    """Stages are timed a second time with the log-sum-exp on, interleaved with the rest: some libraries always write
-    one. Hot bursts, and the fastest of them sustained."""
+    """Whether stages are also timed with the log-sum-exp, which some libraries always write, interleaved with the rest:
+    hot bursts, and the fastest under sustained load."""
 
     def __post_init__(self) -> None:
         _positive(samples=self.samples, min_samples=self.min_samples, checked_scores=self.checked_scores)
@@ -103,11 +103,11 @@ class Plan:
         _not_negative(cap_s=self.cap_s, sustained_seconds=self.sustained_seconds)
 
     def checks(self, problem: Problem) -> int:
-        """Scores of that problem to compare with the oracle."""
+        """Number of scores of a problem to compare with the oracle."""
         return self.checked_scores if problem.inputs == NORMAL else min(self.checked_scores, _CHECKED_SCORES)
 
     def shared(self, layers: int) -> Plan:
-        """For each of so many layers, which together cost about what one kind of inputs costs."""
+        """The plan for each of several layers, which together cost about as much as one kind of inputs."""
         return replace(
             self,
             samples=min(self.samples, max(_LAYER_SAMPLES, self.samples // layers)),
@@ -120,11 +120,11 @@ class Plan:
         )
 
     def rotates(self, problem: Problem) -> bool:
-        """Whether bursts are taken on rotating K and V too: of a few query rows, which read a cache and little else."""
+        """Whether bursts also use rotating K and V: for few query rows, which are bound by reading the cache."""
         return problem.q_len < FEW_ROWS and problem.inputs != TRAINED
 
     def sustains(self, problem: Problem, name: str) -> bool:
-        """Whether that implementation is called for seconds at that problem."""
+        """Whether an implementation is timed under sustained load at a problem."""
         return (
             self.sustained_seconds > 0
             and (self.sustained_shapes is None or problem.shape in self.sustained_shapes)
@@ -134,7 +134,7 @@ class Plan:
 
 PLAN = Plan()
 STEP_CALLS = 8
-"""In a CUDA graph, at least."""
+"""Minimum number of calls in a CUDA graph."""
 _BRIEF = Plan(
     samples=15,
     min_samples=5,
@@ -147,7 +147,7 @@ _BRIEF = Plan(
 BURSTS = Plan(
     samples=15, min_samples=3, cold_samples=0, cap_s=1.0, sustained_seconds=0.0, checked_scores=_CHECKED_SCORES
 )
-"""Short hot bursts alone."""
+"""Only short hot bursts."""
 PLANS: Mapping[str, Plan] = {
     "quick": replace(_BRIEF, sustained_seconds=0.5),
     "peers": Plan(sustained_shapes=None, checked_scores=1 << 28, lse=True),
@@ -160,9 +160,9 @@ PLANS: Mapping[str, Plan] = {
     "decode": replace(BURSTS, samples=30, cold_samples=10, step_samples=30),
     "fp8": BURSTS,
 }
-"""Of the suites that want their own; `PLAN` of the others."""
+"""Plans of suites that differ from `PLAN`."""
 
 
 def plan_of(suite: str) -> Plan:
-    """How a suite is measured."""
+    """Return the plan of a suite."""
     return PLANS.get(suite, PLAN)

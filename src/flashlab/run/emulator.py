@@ -1,9 +1,8 @@
-"""Kernels on the CPU: what build/cpu.py compiled, launched.
+"""Emulator: launches kernels that build/cpu.py compiled for the CPU.
 
-Each launch starts the executable as a worker process of its own, so that a kernel that crashes, hangs or writes where
-it should not costs that process alone; kernels/emulation/README.md describes what the two say to each other. Built with
-hooks, races, uninitialised reads, accesses out of bounds, and counts of bank conflicts and sectors come with the
-result, many times slower.
+Each launch starts the executable as a separate worker process, so that a kernel that crashes, hangs or corrupts memory
+cannot affect the caller; kernels/emulation/README.md describes the protocol. A kernel built with hooks also reports
+races, uninitialised reads, out-of-bounds accesses, bank conflicts and sectors, and is many times slower.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ from flashlab.core.errors import EmulationError, LayoutError, OutputError, Param
 
 DEFAULT_TIMEOUT_S = 60.0
 MAX_SMEM_BYTES = 227 * 1024
-"""Dynamic shared memory of a block, at most: an sm_90's, as kernels/emulation/runtime/block.h has it."""
+"""Maximum dynamic shared memory per CTA, that of sm_90 (kernels/emulation/runtime/block.h)."""
 
 Access = Literal["r", "w", "rw"]
 Status = Literal["ok", "deadlock", "misuse", "crash", "timeout"]
 _GRACE_S = 5.0
-"""How long a worker that is told to stop has to say where everyone is."""
+"""Time in seconds that a stopped worker has to report where its threads are."""
 _KEPT_OUTPUT_BYTES = 1 << 20
-"""Of what a kernel prints; the rest is counted and dropped."""
+"""Maximum size of the printed output that is kept; the rest is counted and dropped."""
 _GAP_BYTES = 4096
-"""Between arrays in the emulated memory: what runs off the end of one does not reach the next."""
+"""Gap between arrays in the emulated memory, so that an overrun does not reach the next array."""
 _ALIGNMENT = 256
-"""Arrays keep their address modulo this: what CUDA's allocators align to."""
+"""Arrays keep their address modulo this, the alignment of CUDA's allocators."""
 
 
 # --- launching: arguments ---------------------------------------------------------------------------------------------
@@ -66,27 +65,26 @@ class Pointer:
     array: Any
     """NumPy, any strides."""
     access: Access = "rw"
-    """r: the kernel finds its values; w: it has none until the kernel writes it; rw: both. What has a w comes back."""
+    """r: copied to the kernel; w: uninitialised, copied back; rw: both."""
     name: str = ""
-    """In findings."""
+    """Name in findings."""
     surroundings: Any = None
-    """The contiguous array that `array` is a view into: what lies around the elements then goes to the kernel as well,
-    and comes back as the kernel left it."""
+    """The contiguous array of which `array` is a view; it is copied to the kernel and back as a whole."""
     displacement: int = 0
-    """Bytes from the array's first element to where the pointer points."""
+    """Offset of the pointer from the array's first element, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Structure:
-    """A structure passed by value, some of whose fields are pointers to arrays, or begin with one."""
+    """A structure passed by value, with fields that are, or begin with, pointers to arrays."""
 
     value: ctypes.Structure
     pointers: Mapping[str, Pointer] = field(default_factory=dict)
-    """By field. It may hold more: the structures of a launch share what they point to."""
+    """By field; names that are not fields are ignored, so that structures can share a mapping."""
 
 
 class Memory:
-    """The emulated GPU's global memory: a file, mapped here and in the worker, and where each array lies in it."""
+    """Layout of the emulated global memory, a file mapped here and in the worker."""
 
     def __init__(self) -> None:
         self._end = _GAP_BYTES
@@ -95,7 +93,7 @@ class Memory:
         self.regions: list[str] = []
 
     def place(self, pointer: Pointer, fallback_name: str) -> int:
-        """Where the array's first element will be."""
+        """Allocate an array, if it is new, and return the offset of its first element in bytes."""
         array = pointer.array
         key = (array.ctypes.data, array.shape, array.strides, str(array.dtype))
         if key in self._places:
@@ -120,7 +118,7 @@ class Memory:
 
     @property
     def bytes(self) -> int:
-        """Its size: whole pages."""
+        """Size in bytes, a multiple of the page size."""
         return -(-self._end // mmap.PAGESIZE) * mmap.PAGESIZE
 
     def _views(self, memory: mmap.mmap) -> Iterator[tuple[Pointer, Any, Any]]:
@@ -133,7 +131,7 @@ class Memory:
                 yield pointer, array, np.ndarray(array.shape, array.dtype, memory, offset, array.strides)
 
     def copy(self, memory: mmap.mmap, access: Literal["r", "w"]) -> None:
-        """Copy in what is read, or out what may have been written; either way all of what an array lies in."""
+        """Copy arrays in (`r`) or out (`w`), including their surroundings."""
         for pointer, ours, theirs in self._views(memory):
             if access in pointer.access or pointer.surroundings is not None:
                 source, target = (ours, theirs) if access == "r" else (theirs, ours)
@@ -141,7 +139,7 @@ class Memory:
 
 
 def _argument_bytes(value: Any, size: int, index: int) -> bytes:
-    """A scalar as the kernel's parameter of that size."""
+    """Encode a scalar as a kernel parameter of `size` bytes."""
     what = f"argument {index}"
     try:
         if isinstance(value, int):
@@ -167,19 +165,19 @@ def _argument_bytes(value: Any, size: int, index: int) -> bytes:
 
 @dataclass(frozen=True)
 class Place:
-    """Code that did something, by its line of source."""
+    """A place in the code, as lines of source."""
 
     frames: tuple[symbols.Frame, ...]
-    """The innermost of what was inlined there first."""
+    """The innermost inlined frame first."""
 
     @property
     def frame(self) -> symbols.Frame | None:
-        """The innermost line that is not the emulation's own."""
+        """The innermost line outside the emulation."""
         return symbols.site(self.frames)
 
     @property
     def caller(self) -> symbols.Frame | None:
-        """The innermost line of a kernel's own file, where `frame` lies in a header that it includes."""
+        """The innermost line in the kernel's own file, if `frame` is in a header."""
         own = next((frame for frame in self.frames if frame.file.suffix == ".cu"), None)
         return None if own == self.frame else own
 
@@ -192,12 +190,12 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Actor:
-    """One side of a finding."""
+    """One access of a finding."""
 
     thread: int
-    """Linear, in its block."""
+    """Linear thread index in its CTA."""
     block: int
-    """The block's rank in its cluster."""
+    """Rank of the CTA in its cluster."""
     access: str
     """`read`, `write`, `atomic`, `async read`, `async write`."""
     place: Place
@@ -205,7 +203,7 @@ class Actor:
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """Something that the detector found wrong; one a pair of source lines and kind. `str` says it for people."""
+    """An error found by the detector, one per kind and pair of source lines; `str` formats it."""
 
     kind: str
     """`race`, `uninitialised`, `out of bounds`, `misaligned`, `input modified`, `missing fence`, `in flight`,
@@ -213,12 +211,12 @@ class Finding:
     space: str
     """`shared` or `global`."""
     array: str
-    """The array it lies in; empty where none is known."""
+    """Name of the array; empty if unknown."""
     offset: int
-    """Bytes from the start of the array, or of the block's shared memory."""
+    """Offset in bytes from the start of the array, or of the CTA's shared memory."""
     bytes: int
     count: int
-    """How often it happened."""
+    """Number of occurrences."""
     block: tuple[int, int, int]
     first: Actor | None
     """The earlier access."""
@@ -266,7 +264,7 @@ def _who(actor: Actor, other: Actor) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Counter:
-    """What one line of source asked of memory, over the whole launch."""
+    """Memory accesses of one line of source in the whole launch."""
 
     place: Place
     space: str
@@ -274,22 +272,22 @@ class Counter:
     kind: str
     """`plain`, `matrix` (ldmatrix, stmatrix) or `async copy`."""
     bytes: int
-    """A lane and request."""
+    """Bytes per lane and request."""
     requests: int
-    """Accesses by a warp."""
+    """Warp-level accesses."""
     wavefronts: int
-    """Passes that shared memory took over them."""
+    """Shared-memory wavefronts."""
     ideal_wavefronts: int
-    """The same without bank conflicts."""
+    """Wavefronts without bank conflicts."""
     sectors: int
-    """32-byte sectors of global memory they touched."""
+    """32-byte sectors of global memory accessed."""
     ideal_sectors: int
-    """The same, had the lanes' bytes lain side by side."""
+    """Sectors if the lanes' bytes were contiguous."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Waiting:
-    """Threads of a block that waited for the same, at the same line."""
+    """Threads of a CTA that wait for the same event at the same line."""
 
     block: tuple[int, int, int]
     first: int
@@ -306,31 +304,31 @@ class Waiting:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a launch came to."""
+    """Result of a launch."""
 
     status: Status
     message: str
-    """Empty where the status is ok."""
+    """Empty if the status is ok."""
     seconds: float
-    """The kernel's time in the worker."""
+    """Run time of the kernel in the worker."""
     where: Place | None = None
     """The line that failed, crashed or was running."""
     findings: tuple[Finding, ...] = ()
     counters: tuple[Counter, ...] = ()
     waiting: tuple[Waiting, ...] = ()
-    """Who waits where, after a deadlock or a timeout."""
+    """Waiting threads, after a deadlock or timeout."""
     printed: str = ""
-    """The kernel's printf."""
+    """Output of the kernel's printf."""
 
 
 _REPORT = TypeAdapter(Report)
 
 
 def _located(text: str, executable: Path) -> dict[str, Any]:
-    """A worker's result, with a `Place` for each address of code.
+    """Parse a worker's result, replacing code addresses by `Place`s.
 
     Raises:
-        ValueError: it is not JSON.
+        ValueError: the text is not JSON.
     """
     frames = symbols.resolve(executable, map(int, re.findall(r'"place": ([1-9]\d*)', text)))
 
@@ -381,28 +379,28 @@ def launch(
     timeout_s: float | None = DEFAULT_TIMEOUT_S,
     cancel: threading.Event | None = None,
 ) -> Report:
-    """Run a kernel in a worker process and bring back what it wrote.
+    """Run a kernel in a worker process and copy its outputs back.
 
     Args:
-        arguments: one for each of the kernel's parameters: a NumPy array (its elements' address; read and written
-            back), a `Pointer`, a `Structure`, a NumPy or ctypes value, a number, None for a null pointer, or bytes.
-        grid: blocks, one to three numbers.
-        block: threads a block, one to three numbers; the launch shape's where None.
-        smem_bytes: dynamic shared memory a block; the launch shape's where None.
-        schedule: `ascending`, `descending` or `seeded:N`: the order in which warps take their turns.
-        threads: operating-system threads, each with one block at a time; one for each core where None.
-        early: as a GPU launches a kernel before the one before has ended. With hooks, what a thread reads or writes in
-            global memory before its griddepcontrol.wait is a finding; an ld.relaxed of an input is none, and finds what
-            is there or, as `schedule` has it, anything else.
-        timeout_s: after so long the worker is stopped; None for never.
-        cancel: set from another thread, it stops the worker as Ctrl-C does.
+        arguments: one per kernel parameter: a NumPy array (copied in and out), a `Pointer`, a `Structure`, a NumPy or
+            ctypes value, a number, None for a null pointer, or bytes.
+        grid: number of CTAs, one to three dimensions.
+        block: threads per CTA, one to three dimensions; default: those of the launch shape.
+        smem_bytes: dynamic shared memory per CTA; default: that of the launch shape.
+        schedule: order in which warps run: `ascending`, `descending` or `seeded:N`.
+        threads: operating-system threads, which run one CTA each at a time; default: one per core.
+        early: emulate programmatic dependent launch, in which the preceding kernel may still run. With hooks, global
+            accesses of a thread before its griddepcontrol.wait are findings, except ld.relaxed of an input, which reads
+            the value or, depending on `schedule`, anything else.
+        timeout_s: time limit in seconds; None: no limit.
+        cancel: event that stops the run, like Ctrl-C, when set from another thread.
 
     Raises:
-        ParameterError: an argument, size or schedule that does not fit.
-        UnsupportedError: more shared memory than a block may have.
-        EmulationError: the kernel deadlocked, crashed, misused the machine or took too long. Arrays are left as they
-            were.
-        KeyboardInterrupt: Ctrl-C, or `cancel`; the worker is gone.
+        ParameterError: an argument, size or schedule is invalid.
+        UnsupportedError: the kernel needs more shared memory than a CTA can have.
+        EmulationError: the kernel deadlocked, crashed, executed an invalid operation or timed out. Arrays are
+            unchanged.
+        KeyboardInterrupt: Ctrl-C or `cancel`; the worker has ended.
     """
     check_limits(timeout_s, threads)
     if block is None and emulated.launch_shape is None:
@@ -450,7 +448,7 @@ def launch(
 
 
 def _argument_lines(emulated: Emulated, arguments: Sequence[Any], memory: Memory) -> list[str]:
-    """The kernel's arguments as the worker reads them; arrays get their places in the memory."""
+    """Encode the kernel arguments for the worker, allocating arrays in the memory."""
     sizes = emulated.argument_sizes
     if len(arguments) != len(sizes):
         raise ParameterError(f"arguments: {emulated.entry} takes {len(sizes)}, got {len(arguments)}")
@@ -474,24 +472,22 @@ def _argument_lines(emulated: Emulated, arguments: Sequence[Any], memory: Memory
 
 
 def check_limits(timeout_s: Any, threads: Any) -> None:
-    """Raise what is wrong with how long a run may take and on how many threads: ParameterError."""
+    """Raise `ParameterError` if the time limit or number of threads is invalid."""
     if timeout_s is not None and (
         isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not timeout_s > 0
     ):
-        raise ParameterError(
-            f"timeout_s: wanted a positive number of seconds, or None for as long as it takes, got {timeout_s!r}"
-        )
+        raise ParameterError(f"timeout_s: wanted a positive number of seconds, or None for no limit, got {timeout_s!r}")
     if threads is not None and (
         isinstance(threads, bool) or not isinstance(threads, SupportsIndex) or int(threads) < 1
     ):
-        raise ParameterError(f"threads: wanted a positive integer, or None for one for each core, got {threads!r}")
+        raise ParameterError(f"threads: wanted a positive integer, or None for one per core, got {threads!r}")
 
 
 def schedule_item(schedule: str) -> str:
-    """A schedule as the worker reads it.
+    """Encode a schedule for the worker.
 
     Raises:
-        ParameterError: it is none.
+        ParameterError: the schedule is invalid.
     """
     if schedule in ("ascending", "descending"):
         return schedule
@@ -510,7 +506,7 @@ def _dim3(sizes: Sequence[int], name: str) -> str:
 
 @contextlib.contextmanager
 def mapped(size: int) -> Iterator[tuple[Path, mmap.mmap]]:
-    """A file of that many zeros, in memory where there is room, mapped."""
+    """Create and map a file of `size` zero bytes, in memory if there is room."""
     shm = Path("/dev/shm")
     roomy = False
     with contextlib.suppress(OSError):
@@ -534,19 +530,19 @@ def run_worker(
     cancel: threading.Event | None,
     environment: Mapping[str, str] | None = None,
 ) -> tuple[int, str, str]:
-    """Run a worker to its end.
+    """Run a worker until it exits.
 
     Args:
         request: its standard input.
-        timeout_s: after so long it is terminated, and killed where that does not help.
-        cancel: set from another thread, it stops the worker.
-        environment: this process's where None.
+        timeout_s: time limit in seconds, after which it is terminated, and later killed.
+        cancel: event that stops the worker when set from another thread.
+        environment: default: that of this process.
 
     Returns:
-        Its exit status, what it printed, and its standard error.
+        Exit status, standard output and standard error.
 
     Raises:
-        KeyboardInterrupt: Ctrl-C, or `cancel`; the worker is gone.
+        KeyboardInterrupt: Ctrl-C or `cancel`; the worker has ended.
     """
     process = subprocess.Popen(
         command,
@@ -554,15 +550,15 @@ def run_worker(
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         env=environment,
-        process_group=0,  # Ctrl-C at a terminal reaches this process alone, which then ends the worker
+        process_group=0,  # Ctrl-C at a terminal reaches only this process, which then ends the worker
     )
     assert process.stdin is not None
     with process, ThreadPoolExecutor(2) as pool:
         readers = [pool.submit(_kept, pipe) for pipe in (process.stdout, process.stderr)]
         try:
-            with contextlib.suppress(BrokenPipeError), process.stdin:  # it ended early, and will say why
+            with contextlib.suppress(BrokenPipeError), process.stdin:  # it ended early, and reports why
                 process.stdin.write(request.encode())
-            # First a chance to say where everyone is.
+            # First terminate, so that it can report where its threads are.
             for limit_s, stop in ((timeout_s, process.terminate), (_GRACE_S, process.kill), (None, process.kill)):
                 if _ended(readers, limit_s, cancel):
                     break
@@ -577,7 +573,7 @@ def run_worker(
 
 
 def _kept(pipe: Any) -> tuple[str, int]:
-    """What comes through a pipe until its other end is closed, as far as it is kept, and how many bytes are not."""
+    """Read a pipe to its end; returns the text, up to a limit, and the number of bytes dropped."""
     kept, dropped = bytearray(), 0
     while data := os.read(pipe.fileno(), 1 << 16):
         room = _KEPT_OUTPUT_BYTES - len(kept)
@@ -587,7 +583,7 @@ def _kept(pipe: Any) -> tuple[str, int]:
 
 
 def _ended(readers: Sequence[Future[Any]], limit_s: float | None, cancel: threading.Event | None) -> bool:
-    """Whether a worker has closed all its pipes in time; raises KeyboardInterrupt where it is cancelled."""
+    """Wait until a worker has closed its pipes; False on timeout, KeyboardInterrupt if cancelled."""
     deadline = math.inf if limit_s is None else time.monotonic() + limit_s
     while not (cancel is not None and cancel.is_set()):
         left = deadline - time.monotonic()
@@ -599,5 +595,5 @@ def _ended(readers: Sequence[Future[Any]], limit_s: float | None, cancel: thread
 
 
 def machine() -> str:
-    """For people: the cores and the processor that kernels run on."""
+    """Describe the cores and processor that run emulated kernels."""
     return f"{cores()} cores, {platform.machine()}"

@@ -1,7 +1,7 @@
-"""Which problems and layouts break kernels: what a check of stages goes through, on a GPU (measure/check.py) or a CPU.
+"""Test cases: adversarial problems and layouts for checks on a GPU (measure/check.py) or a CPU (on_cpu.py).
 
-Grouped-query heads are always on. Beside normal inputs of hostile lengths there are hostile inputs, whose scores reach
-what a kernel does seldom, and rows that lie far apart. on_cpu.py runs the cases on a CPU.
+All cases use grouped-query attention. They combine normal inputs of hostile lengths, hostile inputs, whose scores
+exercise rarely taken paths, and rows that are far apart.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ LAYOUTS: dict[str, str] = {
     "padded": "bhsd+8",  # a gap of 8 elements after every row
     "misaligned": "bhsd+1@1",  # rows of odd length that start at any element: nothing is 16-byte aligned
 }
-"""The place of every tensor, as `_PLACE` reads it."""
+"""Layouts of all tensors, in the syntax of `_PLACE`."""
 FAR_LAYOUTS: dict[str, str] = {"far": f"sbhd~{(1 << 23) + 8}", "far_misaligned": f"sbhd~{(1 << 23) + 9}@1"}
-"""Likewise, of rows so far apart that from the 257th on offsets take more than 32 bits."""
+"""Likewise, with rows so far apart that offsets exceed 32 bits from row 256 on."""
 FAR_LENGTHS = ((272, 272),)
-"""Few rows past the 256th: memory between rows is never touched, and what is touched goes by the page."""
+"""A few rows past the 256th: the memory between rows is never touched, so that its pages take no memory."""
 TENSORS = ("q", "k", "v", "out")
 _PLACE = re.compile(r"(?P<order>[bhs]{3}d)(\+(?P<gap>\d+))?(~(?P<row>\d+))?(@(?P<offset>\d+))?(?P<shared>=)?")
-"""How a tensor lies: `bshd+8@3=` is heads side by side in a token, a gap of 8 elements after each row, moved by 3
-elements, one head that all share; `~8388616` are rows so many elements apart. A random layout is one place for each of
+"""Layout of a tensor: `bshd+8@3=` has dimension order bshd, a gap of 8 elements after each row, an offset of 3 elements
+and one head shared by all; `~8388616` is the row stride in elements. A random layout is one of these for each of
 `TENSORS`, joined by slashes."""
 HEADS = (2, 4, 2)
-"""Batch, query heads and key heads of a case: the least in which no head or batch can be taken for another."""
+"""Batch, query heads and K/V heads of a case: the smallest that reveal mixed-up heads or batches."""
 TWO_HEADS, LONE_HEAD = (1, 2, 1), (1, 1, 1)
-"""On a CPU, whose time goes by heads: of a problem that is there for its edges, and of a long one."""
+"""Likewise on a CPU, where time is proportional to heads: for small problems, and for long ones."""
 MANY_SCORES = 1 << 16
-"""A head with so many scores makes a problem long, where a warpgroup's 64 rows count as one tile at least."""
+"""Scores per head from which a problem counts as long; at least 64 rows, those of a warpgroup, are counted."""
 HOSTILE_LENGTHS = ((70, 400), (400, 400))
-"""Lengths for hostile inputs: several tiles of keys, whose scores grow from either end. A CPU takes the first."""
+"""Lengths for hostile inputs: several tiles of keys, whose scores grow from either end. A CPU uses the first."""
 SCHEDULES = ("ascending", "seeded:1")
-"""The orders of warps that a CPU goes through: a copy or a warp that is early in one is late in the other."""
+"""Warp orders on a CPU: a copy or warp that is early in one is late in the other."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A problem in one layout, and the implementations that take it."""
+    """A problem in a layout, and the implementations that support it."""
 
     problem: Problem
     layout: str
     names: tuple[str, ...]
     schedule: str = SCHEDULES[0]
-    """On a CPU: the order in which warps take their turns."""
+    """Warp order on a CPU."""
 
     @property
     def aligned(self) -> bool:
@@ -75,17 +75,17 @@ class Case:
 
     @property
     def launched(self) -> Problem:
-        """The problem as a call runs it, without a window that hides no key: it decides the machine code."""
+        """The problem as launched, without window sides that hide no key; it determines the machine code."""
         return with_features(self.problem, self.problem.window, self.problem.softcap)
 
     @property
     def detectable(self) -> bool:
-        """Whether the race detector has room for it: it keeps something for each byte, between rows far apart too."""
+        """Whether the race detector can run it: its memory covers every byte, also between rows far apart."""
         return self.layout not in FAR_LAYOUTS
 
 
 class Selection(TypedDict, total=False):
-    """Which cases a check goes through, on a GPU and on a CPU; see `chosen_cases`."""
+    """Options that select the cases of a check; see `chosen_cases`."""
 
     lengths: Sequence[tuple[int, int]] | None
     dtypes: Sequence[str]
@@ -110,12 +110,12 @@ def cases(
     heads: tuple[int, int, int] = HEADS,
     features: Mapping[str, Any] | None = None,
 ) -> list[Case]:
-    """Every combination that at least one implementation takes.
+    """Build every combination that at least one implementation supports.
 
-    `able` is the stage of each name, `features` a window and a soft cap.
+    `able` maps names to stages; `features` are a window and a soft cap.
 
     Raises:
-        ParameterError, DTypeError: an unknown layout, mask or type, or inputs that are not drawn.
+        ParameterError, DTypeError: an unknown layout, mask or dtype, or inputs that are not drawn.
     """
     kinds = [drawn(name) for name in inputs]
     refuse_unknown("layout", {**LAYOUTS, **FAR_LAYOUTS}, *layouts)
@@ -135,7 +135,9 @@ def _some(chosen: list[Case], among: Sequence[Case] = ()) -> list[Case]:
         have = (
             f". They take {', '.join(sorted(dtypes))} at head dims {', '.join(map(str, sorted(dims)))}" if among else ""
         )
-        raise ParameterError(f"wanted at least one stage that takes one of those types and head dims, got none{have}")
+        raise ParameterError(
+            f"wanted at least one stage that supports one of those dtypes and head dims, got none{have}"
+        )
     return chosen
 
 
@@ -146,7 +148,7 @@ def _why_none(
     head_dims: Sequence[int] | None,
     features: Mapping[str, Any],
 ) -> str:
-    """Why no stage takes those problems: each one's reason, at a type and a head dim that it takes where there are."""
+    """Explain why no stage supports the problems: each stage's reason, at a dtype and head dim that it supports."""
     reasons = []
     for stage in able.values():
         dtype = next((candidate for candidate in dtypes if candidate in stage.dtypes), dtypes[0])
@@ -167,10 +169,10 @@ def only(
     masks: Sequence[str] = MASKS,
     head_dims: Sequence[int] | None = None,
 ) -> list[Case]:
-    """The cases of those types, masks and head dims.
+    """Filter cases by dtypes, masks and head dims.
 
     Raises:
-        ParameterError: nothing is left.
+        ParameterError: no case is left.
     """
     conditions = {"dtype": [*dtypes], "mask": [*masks], "head_dim": [*(head_dims or ())]}
     return _some([case for case in among if matching([case.problem], **conditions)], among)
@@ -184,15 +186,15 @@ def chosen_cases(
     schedules: Sequence[str] | None = None,
     **selection: Unpack[Selection],
 ) -> list[Case]:
-    """The cases of a check.
+    """Select the cases of a check.
 
-    Where lengths, layouts, inputs and schedules are left open, those of `default_cases` or `default_cases_on_cpu`.
-    Where one of them is given, every combination: by default of all hostile lengths, every layout (on a CPU for long
-    problems the first alone), normal inputs, and the first schedule. `random` replaces lengths, masks, types, layouts,
-    head dims and features by so many `random_cases`, `suite` by the cases of one of `SUITES`.
+    Without lengths, layouts, inputs and schedules: `default_cases` or `default_cases_on_cpu`. With one of them: every
+    combination, by default of all hostile lengths, all layouts (only the first for long problems on a CPU), normal
+    inputs, and the first schedule. `random` draws lengths, masks, dtypes, layouts, head dims and features of that many
+    `random_cases`; `suite` uses the cases of one of `SUITES`.
 
     Raises:
-        ParameterError: what was asked for does not exist.
+        ParameterError: an option does not exist, or no case is left.
     """
     dtypes, masks = selection.get("dtypes", DTYPES), selection.get("masks", MASKS)
     lengths, layouts, inputs = selection.get("lengths"), selection.get("layouts"), selection.get("inputs")
@@ -221,22 +223,22 @@ def chosen_cases(
             chosen += cases(able, lengths=[pair], layouts=through, inputs=kinds, heads=heads, **some, features=features)
         if not chosen:
             why = _why_none(able, lengths or HOSTILE, dtypes, some["head_dims"], features or {})
-            raise ParameterError(f"wanted at least one stage that takes those problems, got none. {why}")
+            raise ParameterError(f"wanted at least one stage that supports those problems, got none. {why}")
     return [replace(case, schedule=schedule) for case in _some(chosen) for schedule in schedules or SCHEDULES[:1]]
 
 
 def default_cases(able: Mapping[str, Stage]) -> list[Case]:
-    """What a GPU goes through: hostile lengths in every layout, hostile inputs, rows far apart, windows, soft caps."""
+    """Cases on a GPU: hostile lengths in every layout, hostile inputs, rows far apart, windows, soft caps."""
     hostile = cases(able, lengths=HOSTILE_LENGTHS, layouts=("contiguous", "misaligned"), inputs=tuple(HOSTILE_INPUTS))
     return [*cases(able), *hostile, *_far_cases(able), *featured_cases(able)]
 
 
 def default_cases_on_cpu(able: Mapping[str, Stage]) -> list[Case]:
-    """What a CPU goes through.
+    """Cases on a CPU, fewer than on a GPU.
 
-    A hostile length goes through the first layout under the first schedule, and through each of the others in turn,
-    under the second; a long one goes through the first alone. So does a hostile kind of inputs, for which the masks
-    share layouts and schedules, and a stage's head dims take turns.
+    A hostile length uses the first layout with the first schedule, and one of the other layouts, in rotation, with the
+    second; a long one only the former. Hostile inputs likewise, with layouts and schedules split between the masks, and
+    head dims in rotation.
     """
     first, *others = LAYOUTS
 
@@ -264,7 +266,7 @@ def default_cases_on_cpu(able: Mapping[str, Stage]) -> list[Case]:
 
 
 def _far_cases(able: Mapping[str, Stage]) -> list[Case]:
-    """Of one head, one head dim and one mask: what an offset is computed from does not depend on them."""
+    """Cases with rows far apart, with one head, head dim and mask, on which offsets do not depend."""
     return cases(
         able,
         lengths=FAR_LENGTHS,
@@ -277,16 +279,16 @@ def _far_cases(able: Mapping[str, Stage]) -> list[Case]:
 
 
 WINDOWS: tuple[Window, ...] = ((0, UNLIMITED), (1, UNLIMITED), (63, 0), (100, 37), (UNLIMITED, 5), (300, UNLIMITED))
-"""Windows that break kernels: of a query's own key, off every tile, open to one side, and longer than some keys."""
+"""Adversarial windows: only the diagonal, not aligned to tiles, open to one side, and longer than some sequences."""
 SOFTCAPS = (1.0, 30.0, 50.0)
-"""Of scores that all but vanish in it, and those of Gemma 2."""
+"""A cap that flattens all scores, and those of Gemma 2."""
 
 
 def featured_cases(able: Mapping[str, Stage], *, on_cpu: bool = False) -> list[Case]:
-    """Windows and soft caps, each alone and both together, on normal and on hostile inputs.
+    """Cases with windows and soft caps, separately and together, on normal and hostile inputs.
 
-    Every length meets every window, on a GPU in every head dim, type and mask; on a CPU, which compiles for each of
-    these, one of four combinations.
+    Every length with every window: on a GPU in every head dim, dtype and mask; on a CPU, where each of these needs
+    another compilation, in one of four combinations.
     """
     both = [{"window": window, "softcap": cap} for window, cap in zip(WINDOWS, SOFTCAPS * 2, strict=True)]
     asked = [*({"window": window} for window in WINDOWS), *({"softcap": cap} for cap in SOFTCAPS), *both]
@@ -314,12 +316,12 @@ def featured_cases(able: Mapping[str, Stage], *, on_cpu: bool = False) -> list[C
 
 
 def is_long(q_len: int, kv_len: int) -> bool:
-    """Whether a head of those lengths takes a CPU long."""
+    """Whether a head of these lengths takes long on a CPU."""
     return max(q_len, _WARPGROUP_ROWS) * kv_len >= MANY_SCORES
 
 
 def _heads_on_cpu(q_len: int, kv_len: int) -> tuple[int, int, int]:
-    """Batch and heads of a problem on a CPU: all of `HEADS` between the tiny ones and the larger ones."""
+    """Batch and heads of a problem on a CPU: all of `HEADS` only for medium sizes."""
     few = max(q_len, kv_len) <= 17 or q_len * kv_len > 1 << 14
     return LONE_HEAD if is_long(q_len, kv_len) else TWO_HEADS if few else HEADS
 
@@ -328,15 +330,15 @@ _WARPGROUP_ROWS = 64
 FLASH_ATTENTION: Literal["flash-attention"] = "flash-attention"
 FLASH_ATTENTION_INPUTS = (NORMAL, SCALE8.name, "sink_first")
 SUITES: Mapping[str, Callable[..., Verdict]] = {FLASH_ATTENTION: check_as_flash_attention}
-"""Cases of other people's tests, and the rule by which they judge."""
+"""Test suites of other projects, and their rules."""
 _FLASH_ATTENTION_HEADS = ((6, 6), (6, 2), (6, 1))
-"""Query heads and key heads: one each, some shared, one for all."""
+"""Query heads and K/V heads: multi-head, grouped-query and multi-query attention."""
 
 
 def flash_attention_cases(able: Mapping[str, Stage], *, on_cpu: bool = False) -> list[Case]:
     """The forward cases of flash-attention's own tests, on normal inputs, on scaled ones and with a sink.
 
-    Batches and heads are theirs, and so is the layout. A CPU has one batch, and takes short lengths alone.
+    Batch, heads and layout are theirs; on a CPU, batch 1 and only short lengths.
     """
     return [
         case
@@ -355,12 +357,12 @@ def flash_attention_cases(able: Mapping[str, Stage], *, on_cpu: bool = False) ->
 
 _LONGEST, _MOST_KEYS = 1500, 1 << 16
 _FEW_ROWS = 16
-"""A tile of queries in a decoder: fewer rows of a K/V head cost as much."""
+"""Query rows of a decoding tile; fewer rows per K/V head cost the same."""
 _TILES = (16, 32, 64, 128, 192, 256, 384, 512, 1024, 4096, 16384)
 _EDGES = (1, 2, 3, 7, 8, 9, *(n + d for n in _TILES for d in (-1, 0, 1)))
-"""Lengths at which tiles begin and end."""
+"""Lengths around tile boundaries."""
 GPU_SCORES, CPU_SCORES = 1 << 22, 1 << 15
-"""Scores of a random problem at most: what a GPU checks in milliseconds, and a CPU emulates in a second."""
+"""Maximum scores of a random problem: milliseconds to check on a GPU, about a second to emulate on a CPU."""
 
 
 def random_cases(
@@ -371,16 +373,16 @@ def random_cases(
     max_scores: int = GPU_SCORES,
     inputs: Sequence[str] = (NORMAL,),
 ) -> list[Case]:
-    """`count` problems drawn with `seed`, each in a layout of its own, of `max_scores` scores at most.
+    """Draw `count` problems with `seed`, each in its own layout, with at most `max_scores` scores.
 
-    Lengths are 1 to 1500, many of them at the edges of tiles, those of queries and keys independent of one another; so
-    are the places of the four tensors: order of the dimensions, gaps, addresses, heads that share their memory. Where
-    stages take few query rows alone, half of the problems have few, and as many keys as `max_scores` leaves them. Where
-    stages take windows and soft caps, half have some: since each is machine code of its own, a seed tries them under
-    one mask a head dim and type, the next seed under the other. Kinds of inputs follow one another.
+    Lengths of queries and keys are independent, 1 to 1500, many of them at tile boundaries. The layouts of the four
+    tensors are independent too: dimension order, gaps, addresses, shared heads. If some stages support only few query
+    rows, half of the problems have few, with as many keys as `max_scores` allows. If some support windows and soft
+    caps, half of the problems have them; because each needs its own compilation, a seed uses one mask per head dim and
+    dtype, and the next seed the other. Kinds of inputs rotate.
 
     Raises:
-        ParameterError: no stage, or no case asked for, or inputs that are not drawn.
+        ParameterError: `count` or `able` is empty, or inputs that are not drawn.
     """
     kinds = [drawn(name) for name in inputs]
     if count < 1 or not able:
@@ -434,9 +436,9 @@ def _random_length(rng: np.random.Generator, longest: int = _LONGEST) -> int:
 
 
 def _random_window(rng: np.random.Generator, length: int) -> Window:
-    """Open to one side, or closed to both; now and then of a query's own key alone, or wider than the sequence.
+    """Draw a window: open to one side or bounded, occasionally only the diagonal, or wider than the sequence.
 
-    None shows no key after a query's own: that is a causal mask, whose machine code a seed does not compile with it.
+    The right side is never 0: that is a causal mask, which needs another compilation.
     """
     left, right = (_random_length(rng, 2 * length) for _ in range(2))
     left = 0 if rng.random() < 0.2 else left
@@ -458,13 +460,13 @@ def _random_layout(rng: np.random.Generator) -> str:
 
 
 def _places(layout: str) -> str:
-    """A layout as one place for each of `TENSORS`: its own, or the one that its name stands for."""
+    """Expand a named layout to one for each of `TENSORS`; a random layout stays as it is."""
     named = LAYOUTS.get(layout) or FAR_LAYOUTS.get(layout)
     return "/".join([named] * len(TENSORS)) if named else layout
 
 
 def laid_out(values: tuple[Any, Any, Any], layout: str, xp: Any = np) -> tuple[Any, Any, Any]:
-    """q, k and v, (batch, heads, length, head_dim) each, with one head for all where the layout has them share it."""
+    """Return q, k and v, (batch, heads, length, head_dim) each, with heads made equal if the layout shares them."""
     shared = [place.endswith("=") for place in layout.split("/")] if "=" in layout else [False] * 3
     q, k, v = (
         xp.broadcast_to(x[:, :1], x.shape) if is_shared else x for x, is_shared in zip(values, shared, strict=False)
@@ -473,10 +475,10 @@ def laid_out(values: tuple[Any, Any, Any], layout: str, xp: Any = np) -> tuple[A
 
 
 def placement(shape: Sequence[int], layout: str, tensor: str = "out") -> dict[str, Any]:
-    """How `Guarded` lays out one of `TENSORS`, (batch, heads, length, head_dim).
+    """Arguments of `Guarded` for one of `TENSORS`, (batch, heads, length, head_dim).
 
     Raises:
-        ParameterError: there is no such layout.
+        ParameterError: no such layout.
     """
     places = [_PLACE.fullmatch(part) for part in _places(layout).split("/")]
     place = places[TENSORS.index(tensor)] if len(places) == len(TENSORS) else None

@@ -1,6 +1,6 @@
-"""Stages on the CPU, compared with the oracle: each case of cases.py once, between guards, by the emulator.
+"""Checks of stages on the CPU: runs each case of cases.py in the emulator and compares it with the oracle.
 
-Every buffer lies between guards of NaN, outputs are poisoned, inputs compared afterwards; the log-sum-exp is always on.
+Buffers have NaN guards, outputs are poisoned, inputs are compared afterwards; the log-sum-exp is always computed.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from flashlab.verify.oracle import make_inputs
 from flashlab.verify.verdict import Guarded, Oracle, check, damage
 
 MANY_SCORES_IN_ALL = 1 << 17
-"""Of a problem with more, a CPU runs beside a GPU the first group of query heads alone."""
+"""Maximum scores that a CPU emulates beside a GPU; of larger problems, only the first group of query heads."""
 Rule = Callable[..., Verdict]
-"""`verdict.check`, or what stands in for it."""
+"""`verdict.check`, or a replacement."""
 
 
 @dataclass(frozen=True)
 class CheckRun:
-    """Every verdict, and the file that holds them."""
+    """Verdicts of a check, and the file that records them."""
 
     path: Path | None
     rows: tuple[CheckRow, ...]
 
     @property
     def failures(self) -> tuple[CheckRow, ...]:
-        """What is wrong; a stage that cannot do a problem is not."""
+        """Failed rows; unsupported problems are not failures."""
         return tuple(row for row in self.rows if row.status not in ("ok", "unsupported"))
 
 
@@ -70,7 +70,7 @@ class Late(dict[str, dict[Problem | None, str]]):
 
 
 _Build = tuple[str, bool]
-"""An executable: the label of its variant, and whether it has hooks."""
+"""Key of an executable: the label of its variant, and whether it has hooks."""
 
 
 def _variant(chosen: Implementation, case: Case) -> Variant:
@@ -85,10 +85,10 @@ def build_all(
     hooks: bool = False,
     follow: Follow = ignore,
 ) -> dict[_Build, CompileError]:
-    """Compile what those cases run, several at once; those that the compiler refuses come back with its error.
+    """Compile the executables of cases in parallel; returns the errors of those that do not compile.
 
     Raises:
-        MissingPackageError, OutputError: no compiler, or nowhere to keep what it makes.
+        MissingPackageError, OutputError: there is no compiler, or the cache cannot be written.
     """
     emulator.cxx()
     variants: dict[_Build, Variant] = {}
@@ -120,16 +120,16 @@ def check_on_cpu(
     follow: Follow = ignore,
     **selection: Unpack[Selection],
 ) -> CheckRun:
-    """Compare stages with the oracle on the CPU, over lengths, masks, types, layouts and schedules that break kernels.
+    """Check stages against the oracle on the CPU, over adversarial lengths, masks, dtypes, layouts and schedules.
 
-    `cases.chosen_cases` says which cases a `selection` is. `races` also looks for races, uninitialised reads and
-    accesses out of bounds; a finding is a failure. The cases of a `suite` are judged by its rule.
+    `selection` is that of `cases.chosen_cases`. `races` also detects races, uninitialised reads and out-of-bounds
+    accesses; a finding is a failure. The cases of a `suite` are judged by its rule.
 
     Raises:
-        InputError: what was asked for does not exist.
-        MissingPackageError: no C++ compiler.
+        InputError: an option is invalid.
+        MissingPackageError: there is no C++ compiler.
         OutputError: the cache cannot be written.
-        KeyboardInterrupt: every worker is gone.
+        KeyboardInterrupt: Ctrl-C; all workers have ended.
     """
     for schedule in schedules or ():
         emulator.schedule_item(schedule)
@@ -197,7 +197,7 @@ def check_on_cpu(
 
 
 _KEPT_PROBLEMS = 256
-"""A megabyte or two each at most: whoever checks many stages, or one under many schedules, meets a problem again."""
+"""Cached reference values, of at most one or two megabytes each, shared by stages and schedules."""
 
 
 @lru_cache(maxsize=_KEPT_PROBLEMS)
@@ -207,7 +207,7 @@ def _inputs(problem: Problem, seed: int) -> tuple[Any, Any, Any]:
 
 @lru_cache(maxsize=_KEPT_PROBLEMS)
 def _oracle(problem: Problem, seed: int, shared_heads: str) -> Oracle:
-    """What is known of those inputs, whichever stage is checked on them."""
+    """The cached reference values of a problem's inputs, shared by all stages."""
     return Oracle()
 
 
@@ -220,19 +220,18 @@ def emulated_verdict(
     judge: Rule = check,
     **options: Any,
 ) -> tuple[Verdict, Emulation]:
-    """Run a stage once on the CPU between guards and say what is wrong with it.
+    """Run a stage once on the CPU with guarded buffers and judge the output.
 
-    A finding of the detector fails the verdict where the output passes.
+    A finding of the detector fails a verdict that would pass otherwise.
 
     Args:
-        values: q, k, v as `oracle.make_inputs(problem)` gives them.
-        layout: one of `cases.LAYOUTS`, or a random one, for which `cases.laid_out` has made the values.
-        judge: what stands in for `verdict.check`.
-        options: `params`, `source`, `schedule`, `races`, `threads`, `timeout_s`, `cancel` as `attention.emulate` takes
-            them.
+        values: q, k, v from `oracle.make_inputs(problem)`.
+        layout: one of `cases.LAYOUTS`, or a random one, with values from `cases.laid_out`.
+        judge: replacement for `verdict.check`.
+        options: `params`, `source`, `schedule`, `races`, `threads`, `timeout_s`, `cancel` of `attention.emulate`.
 
     Raises:
-        What `attention.emulate` raises.
+        FlashlabError: as `attention.emulate` does.
     """
     inputs = [Guarded.holding(x, **placement(x.shape, layout, t)) for x, t in zip(values, TENSORS, strict=False)]
     out_shape = values[0].shape
@@ -268,7 +267,7 @@ def emulated_verdict(
 
 
 def status_of(error: FlashlabError) -> tuple[Status, str]:
-    """A row's status and reason for an error on the CPU."""
+    """Status and reason of a row for an error on the CPU."""
     if isinstance(error, UnsupportedError):
         return "unsupported", str(error)
     if isinstance(error, EmulationError):
@@ -281,7 +280,7 @@ def status_of(error: FlashlabError) -> tuple[Status, str]:
 
 
 def emulates(problem: Problem, layout: str) -> bool:
-    """Whether a case of a GPU is run on the CPU too: long problems contiguous alone, or in a random layout."""
+    """Whether a GPU case is also run on the CPU: long problems only in the contiguous or a random layout."""
     return problem.q_len * problem.kv_len <= MANY_SCORES or layout not in tuple(LAYOUTS)[1:]
 
 
@@ -295,14 +294,14 @@ def emulate_beside(
     layout: str,
     **options: Any,
 ) -> EmulatorVerdict:
-    """Run on the CPU what a GPU ran, and compare the two within the checker's limits.
+    """Run a GPU case on the CPU and compare both outputs within the limits of the checker.
 
-    Of a large problem the first group of query heads is run, on the very same numbers.
+    Of a large problem, only the first group of query heads is run, on the same values.
 
     Args:
-        values: q, k, v on the host, as `oracle.make_inputs` gives them.
-        out, lse: what the GPU made of them, on the host.
-        options: as `emulated_verdict` takes them.
+        values: q, k, v on the host, from `oracle.make_inputs`.
+        out, lse: outputs of the GPU, on the host.
+        options: those of `emulated_verdict`.
     """
     if problem.batch * problem.q_heads * problem.q_len * problem.kv_len > MANY_SCORES_IN_ALL:
         group = problem.q_heads // problem.kv_heads

@@ -1,12 +1,11 @@
-"""The oracle: attention in float64, and the same computation done plainly at the precision of its inputs.
+"""Reference implementations: attention in float64, and the same computation done plainly at the input precision.
 
-Both walk the problem in tiles of query rows, so memory stays bounded whatever the lengths, and both run on NumPy or,
-handed `xp=cupy`, on a GPU. Layouts are those of `problem.Problem`: Q and O (batch, q_heads, q_len, head_dim), K and
-V (batch, kv_heads, kv_len, head_dim), log-sum-exp (batch, q_heads, q_len), natural logarithm.
+Both process the problem in tiles of query rows, so that memory is bounded for all lengths, and run on NumPy or, with
+`xp=cupy`, on a GPU. Layouts are those of `problem.Problem`: Q and O (batch, q_heads, q_len, head_dim), K and V (batch,
+kv_heads, kv_len, head_dim), log-sum-exp (batch, q_heads, q_len), natural logarithm.
 
-float16 arrives as float16. NumPy and CuPy have no bfloat16 of their own, so it comes as `ml_dtypes.bfloat16`, where the
-array library takes it (NumPy does), or as uint16, its raw bits (`torch_tensor.view(torch.uint16)` crosses to CuPy
-without a copy).
+float16 is passed as float16. NumPy and CuPy lack bfloat16, which is passed as `ml_dtypes.bfloat16`, if the library
+supports it (NumPy does), or as its bits in uint16 (`torch_tensor.view(torch.uint16)` converts to CuPy without a copy).
 """
 
 from __future__ import annotations
@@ -28,25 +27,25 @@ Array = Any
 """A NumPy or CuPy array."""
 
 UNIT_ROUNDOFF: dict[DType, float] = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""Largest relative error of rounding a number to the nearest of that type."""
+"""Maximum relative rounding error of a data type."""
 
 _E4M3_MAX = 448.0
 _E4M3_DIGITS = 4
-"""Significant bits, the hidden one included."""
+"""Significand bits, including the implicit one."""
 _E4M3_MIN_EXPONENT = -6
-"""Below 2^-6 the distance between neighbours stays the same."""
+"""Exponent of the smallest normal number; below it, the spacing is constant."""
 _E4M3_SCALE = 256.0
-"""Probabilities up to 1 are stored up to this, far from where e4m3 loses digits: they cover its range from the top."""
+"""Factor on probabilities before rounding to e4m3, which keeps them away from the subnormal numbers."""
 
 _SCORES_PER_TILE = 1 << 22
-"""Scores held at once: 32 MiB in float64 for each of the few temporaries."""
+"""Scores per tile: 32 MiB in float64 for each of a few temporaries."""
 
 
 def problem_of(q: Array, k: Array, v: Array, *, causal: bool, dtype: DType = "float16", **features: Any) -> Problem:
-    """The attention problem that Q, K and V are; `features` are its window and soft cap.
+    """Return the problem of Q, K and V; `features` are its window and soft cap.
 
     Raises:
-        ShapeError: they are none.
+        ShapeError: the shapes are not those of a problem.
     """
     q_shape, k_shape, v_shape = shapes = [tuple(int(n) for n in x.shape) for x in (q, k, v)]
     if len(q_shape) != 4 or len(k_shape) != 4 or k_shape != v_shape or q_shape[::3] != k_shape[::3]:
@@ -61,44 +60,44 @@ def problem_of(q: Array, k: Array, v: Array, *, causal: bool, dtype: DType = "fl
 
 
 def heads(problem: Problem) -> tuple[tuple[int, int], ...]:
-    """Every (batch, query head)."""
+    """All (batch, query head) pairs."""
     return tuple((b, h) for b in range(problem.batch) for h in range(problem.q_heads))
 
 
 def visible_keys(problem: Problem, rows: Array) -> Array:
-    """One past the last key that each query row sees; 0 where it sees none. `rows` int64, on the host."""
+    """Index one past the last visible key of each query row, 0 if none. `rows` is int64, on the host."""
     return np.clip(rows + 1 + problem.kv_len - problem.q_len + problem.reach[1], 0, problem.kv_len)
 
 
 def first_keys(problem: Problem, rows: Array) -> Array:
-    """The first key that each query row sees."""
+    """Index of the first visible key of each query row."""
     return np.clip(rows + problem.kv_len - problem.q_len - problem.reach[0], 0, None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """The same query rows of some heads. Every array is on the host."""
+    """Query rows of some heads. All arrays are on the host."""
 
     pairs: slice
-    """Positions of these (batch, query head) in the pairs asked for."""
+    """Positions of its (batch, query head) pairs in those requested."""
     q_heads: Array
-    """Where each of them lies among all batch · q_heads heads of Q, int64."""
+    """Indices of its heads among the batch · q_heads heads of Q, int64."""
     kv_heads: Array
-    """And among all batch · kv_heads heads of K and V, int64."""
+    """Likewise among the batch · kv_heads heads of K and V."""
     span: slice
-    """Positions of these rows in the rows asked for."""
+    """Positions of its rows in those requested."""
     rows: Array
     """Query rows, int64."""
     first: Array
-    """The first key that each of them sees, int64."""
+    """First visible key of each row, int64."""
     visible: Array
-    """And one past the last; 0 where it sees none."""
+    """One past the last visible key of each row; 0 if it sees none."""
 
 
 def tiles(
     problem: Problem, *, pairs: Sequence[tuple[int, int]] | None = None, rows: Sequence[int] | None = None
 ) -> Iterator[Tile]:
-    """The problem, or those (batch, query head) `pairs` and query `rows` of it, in tiles whose scores fit in memory."""
+    """Split a problem, or the given (batch, query head) `pairs` and query `rows`, into tiles that fit in memory."""
     all_rows = np.asarray(range(problem.q_len) if rows is None else rows, dtype=np.int64)
     first_key, visible = first_keys(problem, all_rows), visible_keys(problem, all_rows)
     batches, q_heads = np.asarray(heads(problem) if pairs is None else pairs, dtype=np.int64).T
@@ -121,7 +120,7 @@ def tiles(
 
 
 def heads_of(x: Array, heads: Array, xp: Any = np, rows: Array | None = None) -> Array:
-    """Some heads, (heads, length, ...), of an array (batch, heads, length, ...), or those `rows` of them; a copy."""
+    """Copy some heads of an array (batch, heads, length, ...), optionally only `rows`, to (heads, length, ...)."""
     chosen = x.reshape(-1, *x.shape[2:])[xp.asarray(heads)]
     if rows is None or len(rows) == chosen.shape[1]:
         return chosen
@@ -131,16 +130,16 @@ def heads_of(x: Array, heads: Array, xp: Any = np, rows: Array | None = None) ->
 
 
 def dtype_of(x: Array) -> DType | None:
-    """The element type an array holds, None for one that no stage takes. float32 counts as neither."""
+    """Return the data type of an array; None if no stage supports it, as for float32."""
     name = str(x.dtype)
     return "bfloat16" if name == "uint16" else next((d for d in DTYPES if d == name), None)
 
 
 def to_float(x: Array, xp: Any = np, dtype: type[np.floating[Any]] = np.float32) -> Array:
-    """The values of float16, bfloat16 (in any of its guises) or float32 as float32 or float64, exactly.
+    """Convert float16, bfloat16 (in any representation) or float32 exactly to float32 or float64.
 
     Raises:
-        DTypeError: another element type.
+        DTypeError: another data type.
     """
     name = str(x.dtype)
     if name == "uint16":
@@ -151,7 +150,7 @@ def to_float(x: Array, xp: Any = np, dtype: type[np.floating[Any]] = np.float32)
 
 
 def round_to(x: Array, dtype: DType, xp: Any = np) -> Array:
-    """float32 values rounded to the nearest of `dtype`, ties to even, still as float32."""
+    """Round float32 values to `dtype`, ties to even; returns float32."""
     if dtype == "float16":
         return x.astype(xp.float16).astype(xp.float32)
     # bfloat16 is the upper half of float32; done on the bits so that no array library needs to know the type.
@@ -161,7 +160,7 @@ def round_to(x: Array, dtype: DType, xp: Any = np) -> Array:
 
 
 def round_to_e4m3(x: Array, xp: Any = np) -> Array:
-    """float32 values rounded to the nearest of FP8 e4m3, ties to even, beyond 448 to 448; still as float32."""
+    """Round float32 values to FP8 e4m3, ties to even, saturating at 448; returns float32."""
     _, exponent = xp.frexp(x)
     exponent = xp.maximum(exponent - 1, _E4M3_MIN_EXPONENT) - (_E4M3_DIGITS - 1)
     rounded = xp.ldexp(xp.rint(xp.ldexp(x, -exponent)), exponent)
@@ -169,7 +168,7 @@ def round_to_e4m3(x: Array, xp: Any = np) -> Array:
 
 
 def e4m3_scale(x: Array, xp: Any = np) -> Array:
-    """What brings the largest number of each head to e4m3's largest, by division; 1 for a head of zeros.
+    """Divisor that maps the largest magnitude of each head to the e4m3 maximum; 1 for a head of zeros.
 
     Args:
         x: float32 (..., length, head_dim).
@@ -182,7 +181,7 @@ def e4m3_scale(x: Array, xp: Any = np) -> Array:
 
 
 def pack(x: Array, dtype: DType, xp: Any = np) -> Array:
-    """float32 values rounded to `dtype` and stored as float16, or bfloat16 (uint16 bits where `xp` is not numpy)."""
+    """Convert float32 values to float16, or bfloat16 (uint16 bits unless `xp` is numpy)."""
     if dtype == "float16":
         return x.astype(xp.float16)
     bits = (round_to(x, dtype, xp).view(xp.uint32) >> 16).astype(xp.uint16)
@@ -195,7 +194,7 @@ def default_scale(head_dim: int) -> float:
 
 
 def _tile_operands(q: Array, k: Array, v: Array, tile: Tile, xp: Any, dtype: Any) -> tuple[Array, Array, Array]:
-    """Q rows (heads, rows, head_dim), K and V (heads, keys, head_dim) of a tile; keys that no row sees are left out."""
+    """Q rows (heads, rows, head_dim), K and V (heads, keys, head_dim) of a tile, without keys that no row sees."""
     keys = slice(int(tile.first.min()), int(tile.visible.max()))
     return (
         to_float(heads_of(q, tile.q_heads, xp, tile.rows), xp, dtype),
@@ -205,7 +204,7 @@ def _tile_operands(q: Array, k: Array, v: Array, tile: Tile, xp: Any, dtype: Any
 
 
 def _hide(scores: Array, tile: Tile, xp: Any) -> Array:
-    """Scores (heads, rows, keys) with -inf where the row does not see the key."""
+    """Mask scores (heads, rows, keys) with -inf."""
     low, high = int(tile.first.min()), int(tile.visible.max())
     if int(tile.first.max()) == low and int(tile.visible.min()) == high:
         return scores
@@ -215,7 +214,7 @@ def _hide(scores: Array, tile: Tile, xp: Any) -> Array:
 
 
 def _cap(scores: Array, softcap: float, xp: Any) -> Array:
-    """Scores bounded by a soft cap, where there is one."""
+    """Apply a soft cap to scores, unless it is 0."""
     if not softcap:
         return scores
     cap = scores.dtype.type(softcap)
@@ -223,7 +222,7 @@ def _cap(scores: Array, softcap: float, xp: Any) -> Array:
 
 
 def _softmax_parts(scores: Array, xp: Any) -> tuple[Array, Array, Array]:
-    """exp(score - max) in place of the scores, its sum (1 where no key is seen), the log-sum-exp, (heads, rows, 1)."""
+    """Return exp(score - max), computed in place, its sum (1 if no key is visible) and the LSE, (heads, rows, 1)."""
     largest = scores.max(axis=2, keepdims=True)
     seen = largest > -xp.inf
     scores -= xp.where(seen, largest, 0)
@@ -235,11 +234,11 @@ def _softmax_parts(scores: Array, xp: Any) -> tuple[Array, Array, Array]:
 def exact_tile(
     q: Array, k: Array, v: Array, tile: Tile, *, scale: float, softcap: float = 0.0, xp: Any = np
 ) -> tuple[Array, Array, Array]:
-    """One tile in float64.
+    """Compute a tile in float64.
 
     Returns:
-        Output (heads, rows, head_dim), log-sum-exp (heads, rows) and the norm of the probabilities sqrt(sum p²) (heads,
-        rows): what independent relative errors of the probabilities are multiplied by in a sum over them.
+        Output (heads, rows, head_dim), log-sum-exp (heads, rows) and the 2-norm of the probabilities (heads, rows), the
+        factor by which independent relative errors of the probabilities enter their sum.
     """
     q_rows, keys, values = _tile_operands(q, k, v, tile, xp, xp.float64)
     if keys.shape[1] == 0:
@@ -265,12 +264,12 @@ def plain_tile(
     softcap: float = 0.0,
     xp: Any = np,
 ) -> tuple[Array, Array]:
-    """One tile at a precision, float32 holding its values: output (heads, rows, head_dim), log-sum-exp (heads, rows).
+    """Compute a tile at a precision, in float32: output (heads, rows, head_dim), log-sum-exp (heads, rows).
 
-    `input`: scores, before and after a soft cap, and probabilities are rounded to `dtype`. `e4m3_inputs`: so are they,
-    after Q, K and V were rounded to e4m3. `e4m3`: scores stay FP32, as they do between the QK and PV GEMMs of FP8, and
-    exp(score - max), not yet divided by its sum, is rounded to e4m3. `e4m3_scaled`: so it is, after each head was
-    scaled to e4m3's range.
+    `input`: scores, before and after a soft cap, and probabilities are rounded to `dtype`. `e4m3_inputs`: likewise,
+    after rounding Q, K and V to e4m3. `e4m3`: scores stay FP32, as between the QK and PV GEMMs in FP8, and
+    exp(score - max), before division by the sum, is rounded to e4m3. `e4m3_scaled`: likewise, after scaling each head
+    to the range of e4m3.
     """
     q_rows, keys, values = _tile_operands(q, k, v, tile, xp, xp.float32)
     if keys.shape[1] == 0:
@@ -309,21 +308,21 @@ def attention(
     scale: float | None = None,
     xp: Any = np,
 ) -> tuple[Array, Array]:
-    """softmax(scale · Q Kᵀ) V in float64.
+    """Compute softmax(scale · Q Kᵀ) V in float64.
 
     Args:
         q: (batch, q_heads, q_len, head_dim), float16, bfloat16 (see the module) or float32, any strides.
-        causal: bottom-right aligned: query i sees key j when j - i <= kv_len - q_len.
-        window: as `Problem.window`.
-        softcap: as `Problem.softcap`.
-        xp: numpy, or cupy where q, k and v are CuPy arrays.
+        causal: whether query i sees only keys j with j - i <= kv_len - q_len (aligned bottom right).
+        window: see `Problem.window`.
+        softcap: see `Problem.softcap`.
+        xp: numpy, or cupy for CuPy arrays.
 
     Returns:
-        The output, like q, and the log-sum-exp (batch, q_heads, q_len), natural logarithm, both float64. A row that
-        sees no key has output 0 and log-sum-exp -inf.
+        The output, of the shape of q, and the log-sum-exp (batch, q_heads, q_len), natural logarithm, both float64. A
+        row that sees no key has output 0 and log-sum-exp -inf.
 
     Raises:
-        ShapeError, DTypeError: q, k, v are no attention problem.
+        ShapeError, DTypeError: q, k, v are not a valid problem.
     """
     problem = problem_of(q, k, v, causal=causal, window=window, softcap=softcap)
     scale = default_scale(problem.head_dim) if scale is None else scale
@@ -347,12 +346,12 @@ def plain(
     scale: float | None = None,
     xp: Any = np,
 ) -> Array:
-    """Attention as one would write it at a precision (`plain_tile`); its error is the yardstick for a kernel's.
+    """Compute attention plainly at a precision (`plain_tile`), whose error is the standard for kernels.
 
     Sums are float32, and the output is rounded to `dtype`.
 
     Returns:
-        The output (batch, q_heads, q_len, head_dim), stored as `pack` does.
+        The output (batch, q_heads, q_len, head_dim), in the format of `pack`.
     """
     problem = problem_of(q, k, v, causal=causal)
     scale = default_scale(problem.head_dim) if scale is None else scale
@@ -365,7 +364,7 @@ def plain(
 
 
 def make_inputs(problem: Problem, seed: int = 0, xp: Any = np) -> tuple[Array, Array, Array]:
-    """Q, K, V of a problem, of the kind `problem.inputs`, stored as `pack` does. The same for the same seed and `xp`.
+    """Draw Q, K and V of a problem, of the kind `problem.inputs`, in the format of `pack`; determined by seed and `xp`.
 
     Raises:
         ParameterError: `trained` inputs, which are not drawn.
@@ -377,7 +376,7 @@ def make_inputs(problem: Problem, seed: int = 0, xp: Any = np) -> tuple[Array, A
 
 
 def make_torch_inputs(problem: Problem, seed: int = 0) -> tuple[Array, Array, Array]:
-    """As `make_inputs`, made on the current CUDA device by torch's generator: torch tensors of the problem's type."""
+    """Draw inputs like `make_inputs`, as torch tensors on the current CUDA device, with torch's generator."""
     torch = importlib.import_module("torch")
     generator = torch.Generator(device="cuda").manual_seed(seed)
     q, k, v = (torch.randn(shape, generator=generator, device="cuda") for shape in _shapes(problem))
@@ -390,6 +389,6 @@ def make_torch_inputs(problem: Problem, seed: int = 0) -> tuple[Array, Array, Ar
 
 
 def _shapes(problem: Problem) -> tuple[tuple[int, ...], ...]:
-    """Of Q, K and V."""
+    """Shapes of Q, K and V."""
     kv_shape = (problem.batch, problem.kv_heads, problem.kv_len, problem.head_dim)
     return (problem.batch, problem.q_heads, problem.q_len, problem.head_dim), kv_shape, kv_shape

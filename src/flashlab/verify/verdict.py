@@ -1,7 +1,7 @@
-"""The verdict on a kernel's output, and the buffers that show what it touched.
+"""Verdicts on kernel outputs, and guarded buffers that detect stray accesses.
 
 The rule. Errors are against the float64 oracle; `plain` is the same computation done plainly at the same precision,
-for every rung of the ladder that of its inputs (`oracle.plain`). An output passes when in every band of 64 query
+which for every rung of the ladder is that of its inputs (`oracle.plain`). An output passes if in every band of 64 query
 rows of every head
 
     max |error|  <=  2 · max |error of plain|  +  3 · slack · max |O|
@@ -9,34 +9,34 @@ rows of every head
 
     slack = c · u · (1 + σ) · (1 + 1 / rows in the band)
 
-with u the unit roundoff of the element type, σ = scale · max |q| · max |k| / sqrt(head_dim) the size that scores
-come in (about 1 for normal inputs) and c = 1 for float16, 1/2 for bfloat16.
+with u the unit roundoff of the data type, σ = scale · max |q| · max |k| / sqrt(head_dim) the magnitude of the scores
+(about 1 for normal inputs) and c = 1 for float16, 1/2 for bfloat16.
 
 - The factor 2 on plain's error is the usual allowance for another order of the same roundings (flash-attention's
   tests).
-- The slack covers what plain does not do. A kernel that multiplies in packed fp16 rounds at every step of its short
-  fp16 sums, 8 or 16 terms: the scores by about σ u, the output by about u of its size. Nobody sums in bfloat16,
-  hence c.
+- The slack covers roundings that plain does not have. A kernel that multiplies in packed fp16 rounds at every step of
+  its short fp16 sums, 8 or 16 terms: the scores by about σ u, the output by about u of its size. No kernel sums in
+  bfloat16, hence c.
 - 1 / rows: a single row has few independent errors, and plain can be exact by luck.
-- The slack is in proportion to the output in the band. The usual absolute one is hundreds of times the rounding
-  error at long lengths, where outputs are small.
-- Bands, because an output's size falls with the number of keys: the first causal rows are as large as V, and their
+- The slack is relative to the output in the band. The usual absolute slack is hundreds of times the rounding error at
+  long lengths, where outputs are small.
+- Bands, because the size of outputs falls with the number of keys: the first causal rows are as large as V, and their
   errors would hide anything in the late rows. 64 rows are a tile of most kernels, so a wrong tile, head or last row
   fills its band, and they hold enough elements to make plain's error a statistic.
-- The maximum catches one wrong element, the root mean square what is wrong everywhere by a little (a scale 1 % off).
+- The maximum catches a single wrong element, the RMS a small error everywhere (a scale 1 % off).
 
-The log-sum-exp passes when in every band
+The log-sum-exp passes if in every band
 
     |error|  <=  2 · max |error of plain|  +  6 · c · u · σ · |p|  +  8 · s · (1 + |lse| + σ · sqrt(head_dim))
 
-with |p| the root of the sum of squared probabilities. Independent errors of the scores reach the log-sum-exp only so
-far as few keys carry the weight, so the limit tightens with length and shows a few keys too many among thousands.
-The last term is that of the sums: s is 2^-24, float32's, and 2^-13 where tensor cores add e4m3, which
-keep no more and cut off the rest, so that all scores of a row are a little too small.
+with |p| the 2-norm of the probabilities. Independent errors of scores affect the log-sum-exp only if few keys carry
+the weight, so the limit tightens with length and detects a few extra keys among thousands. The last term covers
+accumulation: s is 2^-24 for float32, and 2^-13 for e4m3 on tensor cores, which keep no more bits and truncate the rest,
+so that all scores of a row are slightly too small.
 
-Every comparison is `not (error <= limit)`, so NaN fails. Shape and type come first. Elements that still hold the
-poison they were filled with are kept apart from elements computed wrong. A row that sees no key must be 0 exactly and
-its log-sum-exp -inf exactly, and -inf may appear nowhere else.
+Every comparison is `not (error <= limit)`, so that NaN fails. Shape and dtype are checked first. Elements that still
+hold their poison are reported as unwritten, not wrong. A row that sees no key must be exactly 0 and its log-sum-exp
+exactly -inf, and -inf must not appear elsewhere.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ from flashlab.verify.oracle import UNIT_ROUNDOFF, Array
 T = TypeVar("T")
 
 BAND_ROWS = 64
-"""Query rows judged together."""
+"""Query rows per band."""
 
 POISON_WORD = 0x7FED
 GUARD_WORD = 0x7FE5
-"""16-bit words: an output's elements before the call, and everything around a buffer's elements. Both are quiet NaNs as
-float16, as bfloat16 and, in pairs, as float32, and not the NaN that hardware produces: arithmetic on them shows, and so
-does leaving or replacing them."""
+"""16-bit words that fill the elements of an output before the call, and the guards of a buffer. Both are quiet NaNs as
+float16, as bfloat16 and, in pairs, as float32, and differ from the NaN that hardware produces, so that using, keeping
+and overwriting them are all detected."""
 
 _GUARD_WORDS = 4096
-"""16-bit words before and after an array; a multiple of 128 keeps a 256-byte alignment."""
+"""16-bit guard words before and after an array; a multiple of 128 preserves 256-byte alignment."""
 _PLAIN_FACTOR = 2.0
 _SUMMED_IN: dict[DType, float] = {"float16": 1.0, "bfloat16": 0.5}
 _RMS_SLACK = 1.0
@@ -77,13 +77,12 @@ _MAX_SLACK = 3.0
 _LSE_SLACK = 6.0
 _LSE_SUM_SLACK = 8.0
 _SUM_UNIT: dict[Precision, float] = {"e4m3": 2.0**-13, "e4m3_scaled": 2.0**-13}
-"""What tensor cores keep of a sum of e4m3 (site/fp8/f0_e4m3.md); of any other, and everywhere else, sums are float32's,
-2^-24."""
+"""Precision of e4m3 accumulation on tensor cores (site/fp8/f0_e4m3.md); all other sums have that of float32, 2^-24."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A part of a problem, for checking on a CPU what would take minutes whole."""
+    """A subset of a problem's heads and rows, for problems that take minutes to check completely."""
 
     pairs: tuple[tuple[int, int], ...]
     """(batch, query head), each compared over the same rows."""
@@ -92,10 +91,9 @@ class Sample:
 
     @classmethod
     def of(cls, problem: Problem, *, max_scores: int = 1 << 26, seed: int = 0) -> Sample | None:
-        """Whole bands of some heads, `max_scores` scores or one band at most; None where the whole problem is no more.
+        """Choose whole bands of some heads, at most `max_scores` scores or one band; None if the problem is smaller.
 
-        The last and first band and the last and first head are among them as soon as the budget allows; the others are
-        drawn with `seed`.
+        The last and first band and head are included if the budget allows; the others are drawn with `seed`.
         """
         heads = reference.heads(problem)
         bands = -(-problem.q_len // BAND_ROWS)
@@ -116,7 +114,7 @@ class Sample:
 
 
 def _draw(total: int, count: int, rng: np.random.Generator) -> list[int]:
-    """`count` of 0 … total - 1, ascending: the last, the first, then any."""
+    """Draw `count` numbers below `total`, ascending: the last, the first, then random ones."""
     ends = [total - 1, 0][: min(count, total)] if total > 1 else [0]
     rest = rng.permutation(np.arange(1, max(1, total - 1)))[: count - len(ends)]
     return sorted({*ends, *(int(i) for i in rest)})
@@ -124,37 +122,37 @@ def _draw(total: int, count: int, rng: np.random.Generator) -> list[int]:
 
 @dataclass(frozen=True)
 class _ExactTile:
-    """What is known of a tile before any output: what outputs are compared with, and the yardstick."""
+    """Reference values of a tile, independent of any output."""
 
     out: Array
-    """(heads, rows, head_dim) float64, where the arrays are; so are the next two."""
+    """(heads, rows, head_dim) float64; like `lse` and `seen`, on the device of the inputs."""
     lse: Array
-    """(heads, rows) float64, 0 where the row sees no key."""
+    """(heads, rows) float64; 0 for rows that see no key."""
     seen: Array
-    """(rows,): whether the row sees any key."""
+    """(rows,) bool: whether the row sees any key."""
     statistics: Mapping[str, Any]
-    """Those of `_STATISTICS` that no output decides, (heads, rows) float64 on the host."""
+    """The `_STATISTICS` that are independent of the output, (heads, rows) float64 on the host."""
 
 
 _STATISTICS = (
     "error_max", "error_squares", "lse_error",
     "plain_max", "plain_squares", "out_max", "out_squares", "score_size", "lse", "plain_lse_error", "weight_norm",
 )  # fmt: skip
-"""Of each compared row; `score_size` is scale · |q| · max |k| / sqrt(head_dim)."""
+"""Statistics per compared row; `score_size` is scale · |q| · max |k| / sqrt(head_dim)."""
 
 
 class Oracle:
-    """What is known of one problem, kept so that several outputs of it can be checked for little more than one.
+    """Cache of the reference values of one problem, shared by the checks of several outputs.
 
-    Give the same to every check of the same q, k, v, mask, type, scale and sample, and to no other. The precision may
-    differ.
+    Use one instance for all checks with the same q, k, v, mask, dtype, scale and sample, and for no others. The
+    precision may differ.
     """
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Any] = {}
 
     def once(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """What `compute` returned the first time."""
+        """Return the cached value of `key`, computing it on the first call."""
         if key not in self._known:
             self._known[key] = compute()
         known: T = self._known[key]
@@ -179,28 +177,28 @@ def check(
     oracle: Oracle | None = None,
     xp: Any = np,
 ) -> Verdict:
-    """Judge an attention output.
+    """Judge an attention output against the oracle.
 
     Args:
-        out: (batch, q_heads, q_len, head_dim) of `dtype`; bfloat16 in any of the guises oracle.py lists.
-        lse: (batch, q_heads, q_len) float32, natural logarithm; None where the implementation gives none.
-        q, k, v: what it was computed from, finite; see `oracle.attention`.
-        causal, window, softcap, scale: those of the call; scale None is 1 / sqrt(head_dim).
-        precision: what the implementation rounds its numbers to; see `oracle.plain_tile`.
-        sample: compare only that part with the oracle. Shape, type, poison and finiteness are checked throughout.
-        against: another output and log-sum-exp of the same problem, to be compared with in place of the oracle, within
-            the same limits: two machines that run the same kernel agree.
-        oracle: what another check of the same problem found out, and where this one leaves it.
-        xp: numpy, or cupy where the arrays are CuPy arrays.
+        out: (batch, q_heads, q_len, head_dim) of `dtype`; for representations of bfloat16 see oracle.py.
+        lse: log-sum-exp (batch, q_heads, q_len) float32, natural logarithm; None if the implementation has none.
+        q, k, v: the inputs, finite; see `oracle.attention`.
+        causal, window, softcap, scale: options of the call; scale None is 1 / sqrt(head_dim).
+        precision: precision of the implementation; see `oracle.plain_tile`.
+        sample: compare only this part with the oracle. Shape, dtype, poison and finiteness are checked completely.
+        against: another output and log-sum-exp of the same problem, with which to compare instead of the oracle, within
+            the same limits, e.g. that of the same kernel on another machine.
+        oracle: cache shared with other checks of the same problem.
+        xp: numpy, or cupy for CuPy arrays.
 
     Raises:
-        InputError: q, k, v are no attention problem, or not finite, or so large that plain overflows.
+        InputError: q, k, v are not a valid problem, not finite, or so large that plain overflows.
     """
     problem = reference.problem_of(q, k, v, causal=causal, dtype=dtype, window=window, softcap=softcap)
     scale = reference.default_scale(problem.head_dim) if scale is None else scale
     oracle = Oracle() if oracle is None else oracle
     oracle.once("finite", partial(_require_finite, q, k, v, xp))
-    # One copy without gaps, if there are any: what comes then needs no kernel of its own for every layout.
+    # Copy to a contiguous array, so that CuPy needs no kernel per layout below.
     out = xp.ascontiguousarray(out)
     wrong = (
         _wrong_form(out, lse, problem)
@@ -217,7 +215,7 @@ def check(
         for name, values in {**exact.statistics, **_errors(out, lse, tile, exact, against, xp)}.items():
             statistics[name][tile.pairs, tile.span] = values
     if not np.isfinite(statistics["plain_max"]).all():
-        raise InputError(f"wanted q and k whose scores fit in {dtype}, got some that overflow it")
+        raise InputError(f"wanted q and k whose scores fit {dtype}, got scores that overflow")
     return _judge(statistics, problem, pairs, np.asarray(rows), precision, has_lse=lse is not None)
 
 
@@ -234,12 +232,12 @@ def check_as_flash_attention(
     oracle: Oracle | None = None,
     xp: Any = np,
 ) -> Verdict:
-    """Judge an output by the rule of flash-attention's own tests of the forward pass.
+    """Judge an output by the rule of flash-attention's own forward tests.
 
-    The largest error of all may be at most twice that of the same computation done plainly in `dtype`, plus twice what
-    adding 0.3 and taking it away again does to the exact output. K times the scale, scores, probabilities and output
-    of the plain one are rounded to `dtype`, as PyTorch's operations round them. Arguments as `check` takes them;
-    `precision` changes nothing.
+    The maximum error may be at most twice that of the same computation done plainly in `dtype`, plus twice the error
+    that adding and subtracting 0.3 makes in the exact output. The plain computation rounds K times scale, scores,
+    probabilities and output to `dtype`, like PyTorch's operations. Arguments are those of `check`; `precision` is
+    ignored.
     """
     problem = reference.problem_of(q, k, v, causal=causal, dtype=dtype)
     wrong = _wrong_form(out, lse, problem) or _wrong_contents(out, "output", problem, xp)
@@ -256,7 +254,7 @@ def check_as_flash_attention(
 def flash_attention_limit(
     q: Array, k: Array, v: Array, *, causal: bool, dtype: DType, xp: Any = np
 ) -> tuple[Array, float]:
-    """The exact output as `dtype` holds it, in float32, and the largest error that flash-attention's tests let pass."""
+    """Return the exact output, rounded to `dtype`, in float32, and the error limit of flash-attention's tests."""
     exact, _ = reference.attention(q, k, v, causal=causal, xp=xp)
     exact = reference.round_to(exact.astype(xp.float32), dtype, xp)
     scaled = reference.to_float(k, xp) * xp.float32(reference.default_scale(q.shape[3]))
@@ -271,11 +269,11 @@ def flash_attention_limit(
 def _require_finite(q: Array, k: Array, v: Array, xp: Any) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if _any(~xp.isfinite(reference.to_float(x, xp)), xp):
-            raise InputError(f"{name}: wanted finite values to judge an output by, got NaN or infinity")
+            raise InputError(f"{name}: wanted finite values, got NaN or infinity")
 
 
 def _verdict(reason: str = "", **numbers: float) -> Verdict:
-    """Passed where there is no reason. A number that is not finite is none, for JSON has no word for it."""
+    """Build a verdict, passed if `reason` is empty. Numbers that are not finite become None, for JSON."""
     return Verdict(
         passed=not reason, reason=reason, **{name: n if math.isfinite(n) else None for name, n in numbers.items()}
     )
@@ -300,7 +298,7 @@ def _wrong_form(out: Array, lse: Array | None, problem: Problem) -> str:
 
 
 def _bits(x: Array, xp: Any) -> Array:
-    """The bit patterns of an array, as unsigned integers."""
+    """View an array as unsigned integers."""
     return x.view({2: xp.uint16, 4: xp.uint32}[x.dtype.itemsize])
 
 
@@ -309,12 +307,12 @@ def _poison(itemsize: int) -> int:
 
 
 def _any(flags: Array, xp: Any) -> bool:
-    """Whether a flag is set. For `any` CuPy compiles a kernel for each class of sizes; a maximum it has ready."""
+    """Whether a flag is set, as a maximum: for `any`, CuPy compiles a kernel per class of sizes."""
     return bool(xp.ascontiguousarray(flags).view(xp.uint8).max())
 
 
 def _wrong_contents(x: Array, name: str, problem: Problem, xp: Any) -> str:
-    """Which elements are unwritten, NaN, infinite, or not at rest where the row sees no key; empty where none are."""
+    """Describe elements that are unwritten, NaN, infinite, or wrong in rows that see no key; empty if none are."""
     values = reference.to_float(x, xp)
     blind = reference.visible_keys(problem, np.arange(problem.q_len)) == 0
     if not blind.any() and not _any(~xp.isfinite(values), xp):
@@ -343,7 +341,7 @@ def _wrong_contents(x: Array, name: str, problem: Problem, xp: Any) -> str:
 
 
 def _where(flags: Array) -> str:
-    """For people: how many elements, their query rows and the first of them. `flags` (batch, head, row[, d])."""
+    """Describe the elements set in `flags` (batch, head, row[, d]): their number, query rows, and the first."""
     first = tuple(int(i) for i in np.unravel_index(int(flags.ravel().argmax()), flags.shape))
     place = ", ".join(f"{axis} {i}" for axis, i in zip(("batch", "head", "row", "d"), first, strict=False))
     in_row = flags.any(axis=3) if flags.ndim == 4 else flags
@@ -355,7 +353,7 @@ def _where(flags: Array) -> str:
 
 
 def _to_host(x: Array) -> Any:
-    """A NumPy array of a NumPy or CuPy array."""
+    """Convert a NumPy or CuPy array to NumPy."""
     return x.get() if hasattr(x, "get") else np.asarray(x)
 
 
@@ -380,7 +378,7 @@ def _exact_tile(
     keys = reference.to_float(reference.heads_of(k, tile.kv_heads, xp), xp, xp.float64)
     norms = xp.sqrt((q_rows * q_rows).sum(axis=2) * (keys * keys).sum(axis=2).max(axis=1)[:, None])
     seen = xp.asarray(tile.visible > 0)
-    # Rows that see no key were checked exactly and have nothing to compare.
+    # Rows that see no key were checked exactly before.
     lse = xp.where(seen, exact_lse, 0)
     plain_error = plain - exact
     statistics = {
@@ -404,7 +402,7 @@ def _errors(
     against: tuple[Array, Array | None] | None,
     xp: Any,
 ) -> dict[str, Any]:
-    """The statistics of an output: its errors against the oracle, or its distance from another output."""
+    """Error statistics of an output against the oracle, or against another output."""
 
     def of_tile(x: Array) -> Array:
         return reference.to_float(reference.heads_of(x, tile.q_heads, xp, tile.rows), xp, xp.float64)
@@ -430,7 +428,7 @@ def _judge(
     *,
     has_lse: bool,
 ) -> Verdict:
-    """The verdict on the statistics of the compared `rows` of the (batch, head) `pairs`, (pairs, rows) each."""
+    """Judge the statistics, (pairs, rows) each, of the compared `rows` of the (batch, head) `pairs`."""
     unit = _SUMMED_IN[problem.dtype] * UNIT_ROUNDOFF[problem.dtype]
     starts = np.flatnonzero(np.diff(rows // BAND_ROWS, prepend=-1))
     rows_in_band = np.diff(starts, append=len(rows))
@@ -484,10 +482,9 @@ def _judge(
 
 
 def strides_of(shape: Sequence[int], *, row_padding: int = 0, order: str = "bhsd") -> tuple[int, ...]:
-    """Strides in elements for (batch, head, row, d) stored in the `order` of its letters, each row followed by padding.
+    """Strides, in elements, of (batch, head, row, d) stored in `order`, with `row_padding` elements after each row.
 
-    `order` ends in d. `bshd` is the layout of a projection's output, heads side by side in a token. `row_padding` in
-    elements.
+    `order` ends in d. `bshd` is the layout of a projection's output, in which the heads of a token are adjacent.
     """
     sizes = dict(zip("bhsd", shape, strict=True))
     strides = {"d": 1}
@@ -499,11 +496,11 @@ def strides_of(shape: Sequence[int], *, row_padding: int = 0, order: str = "bhsd
 
 
 class Guarded:
-    """An array inside a larger buffer that is full of NaN: before it, after it and between its rows.
+    """An array inside a larger buffer that is filled with NaN before it, after it and between its rows.
 
-    As an output it starts full of poison, a NaN too: an unwritten element is not taken for a wrong
-    one, and a write outside is found. As an input (`Guarded.holding`) it holds given values: a read outside that
-    matters makes the output NaN, and a write to it is found.
+    An output starts filled with poison, another NaN, which tells unwritten elements from wrong ones; writes outside are
+    detected. An input (`Guarded.holding`) holds given values: a read outside that matters makes the output NaN, and
+    writes are detected.
 
     >>> out = Guarded((1, 2, 65, 64), "float16", strides=strides_of((1, 2, 65, 64), row_padding=8))
     >>> q = Guarded.holding(q_values)
@@ -511,8 +508,8 @@ class Guarded:
     >>> out.why_damaged() or q.why_damaged() or check(out.array, ...).reason
 
     Attributes:
-        array: what a kernel is handed. bfloat16 is ml_dtypes.bfloat16 on NumPy, uint16 bits elsewhere.
-        buffer: everything, guards and all: 16-bit words, contiguous.
+        array: the array to pass to a kernel. bfloat16 is ml_dtypes.bfloat16 in NumPy, uint16 bits elsewhere.
+        buffer: the whole buffer including guards, as contiguous 16-bit words.
     """
 
     def __init__(
@@ -525,14 +522,14 @@ class Guarded:
         sparse: bool = False,
         xp: Any = np,
     ) -> None:
-        """An output, poisoned; `holding` makes an input.
+        """Create a poisoned output; `holding` creates an input.
 
         Args:
             dtype: float16, bfloat16 or float32.
-            strides: in elements, not overlapping; contiguous where None.
-            offset_words: moves the array by so many 16-bit words, to misalign it; even for float32.
-            sparse: leave all but the elements as the system gives it, zeros that take no memory until they are touched:
-                for rows far apart. What lies between them is not watched.
+            strides: in elements, not overlapping; default: contiguous.
+            offset_words: offset of the array in 16-bit words, to misalign it; even for float32.
+            sparse: do not fill the guards, so that untouched pages take no memory, for rows far apart. Writes between
+                rows are then not detected.
         """
         if strides is None:
             strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
@@ -546,7 +543,7 @@ class Guarded:
         if not sparse:
             self.buffer = xp.full(size, GUARD_WORD, dtype=xp.uint16)
         elif xp is np:
-            # Pages of its own, which are small: NumPy asks for huge ones.
+            # Small pages: NumPy would request huge ones.
             self.buffer = np.frombuffer(mmap.mmap(-1, 2 * size), dtype=np.uint16)
         else:
             self.buffer = xp.zeros(size, dtype=xp.uint16)
@@ -561,7 +558,7 @@ class Guarded:
 
     @classmethod
     def holding(cls, values: Array, **layout: Any) -> Guarded:
-        """A copy of `values` (float16, float32, or bfloat16 as itself or as uint16 bits) that must not change."""
+        """Create an input with a copy of `values` (float16, float32, or bfloat16 or its uint16 bits)."""
         xp = layout.get("xp", np)
         dtype = reference.dtype_of(values) or str(values.dtype)
         guarded = cls(values.shape, dtype, **layout)
@@ -570,7 +567,7 @@ class Guarded:
         return guarded
 
     def _inside(self, buffer: Array) -> Array:
-        """The elements as unsigned integers, a view into `buffer`."""
+        """View the elements in `buffer` as unsigned integers."""
         xp = self._xp
         words = buffer[self._before : self._before + self._span * self._words]
         elements = words.view(xp.uint32) if self._words == 2 else words
@@ -578,7 +575,7 @@ class Guarded:
         return xp.lib.stride_tricks.as_strided(elements, self._shape, byte_strides)
 
     def why_damaged(self) -> str | None:
-        """What was written that must not be: outside of an output, or anywhere of an input. None where nothing was."""
+        """Describe forbidden writes, outside an output or anywhere in an input; None if there are none."""
         xp = self._xp
         if self._given is not None:
             if not self.sparse and not _any(self.buffer != self._given, xp):
@@ -603,7 +600,7 @@ class Guarded:
 
 
 def damage(out: Guarded, lse: Guarded, inputs: Sequence[Guarded]) -> Verdict | None:
-    """The verdict on a call that wrote where it must not; None where it did not."""
+    """Build the verdict on a call with forbidden writes; None if there are none."""
     for name, buffer in (("out", out), ("lse", lse), *zip("qkv", inputs, strict=True)):
         why = buffer.why_damaged()
         if why:
