@@ -320,7 +320,7 @@ class GpuWorker:
             self.send({"type": "missing", "what": what, "reason": reason[:REASON_CHARS], **more})
 
     def survive(self, error: Exception) -> None:
-        """Return if the CUDA context survived an error; otherwise raise."""
+        """Return if the CUDA context survived an error; otherwise send `fatal` and end the process."""
         try:
             gpu.synchronize(self.device)
         except LaunchError as broken:

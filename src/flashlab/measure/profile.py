@@ -1,8 +1,8 @@
-"""What Nsight Compute sees of a launch: how busy the units were, what moved, what warps waited for and at which line.
+"""Profiles with Nsight Compute: utilisation, memory traffic, and warp stalls by source line.
 
-`ncu` runs a process of this module that launches each stage once, after a launch to warm up that is not profiled, with
-the tunables that the stage is measured with. The kernel is replayed as often as its counters need, at whatever clock
-there is, each time with cold caches. Reading counters takes a permission that a rented GPU may refuse.
+`ncu` runs a process of this module that launches each stage once, after a warm-up launch that is not profiled, with the
+tunables used in measurements. The kernel is replayed for each group of counters, without clock control and with cold
+caches. Reading counters needs a permission that a rented GPU may not grant.
 
     flashlab profile     appends to data/<gpu>/profiles/
 """
@@ -43,16 +43,16 @@ from flashlab.run.attention import prepare
 
 _ASKED = table(__file__)
 METRICS: Sequence[str] = _ASKED["metrics"]
-"""What is asked of Nsight Compute; which of it there is depends on the GPU and on its version."""
+"""Metrics to collect; which are available depends on the GPU and the version of Nsight Compute."""
 SAMPLES = ("--section", "SourceCounters")
-"""Asked beside them: each warp's state at regular times, with the instruction that it was at."""
+"""Options for warp-state sampling by instruction."""
 
 NCU = ("--clock-control", "none")
 OPTIONS = Options(timeout_s=300.0, worker=(sys.executable, "-m", "flashlab.measure.profile"))
 LINES = 20
-"""Source lines that a record keeps of each stage."""
+"""Number of source lines recorded per stage."""
 _TRIES = 8
-"""Runs of ncu in which it may refuse metrics: it names one at a time."""
+"""Maximum runs of ncu, which rejects unknown metrics one at a time."""
 _GET = (
     "wanted Nsight Compute's `ncu` on PATH, found none. The CUDA toolkit has it, and so have the packages "
     "`cuda-nsight-compute-13-0` of NVIDIA's apt and dnf repositories and `nsight-compute` of the conda channel nvidia; "
@@ -67,20 +67,20 @@ _PERMIT = (
 
 
 def program() -> str:
-    """ncu: on PATH, else in a toolkit's usual place.
+    """Locate ncu on PATH or in a CUDA toolkit.
 
     Raises:
-        MissingError: there is none; the message says how to get it.
+        MissingError: it is not installed; the message says how to install it.
     """
     installed = sorted(Path("/opt/nvidia/nsight-compute").glob("*/ncu"), reverse=True)
     return tool("ncu", _GET, *(str(path.parent) for path in installed))
 
 
 def tool(name: str, missing: str, *places: str) -> str:
-    """A program of the CUDA toolkit: on PATH, else in the toolkit's usual place or one of some others.
+    """Locate a program of the CUDA toolkit on PATH, in the toolkit's usual folder or in `places`.
 
     Raises:
-        MissingError: it is in none of them; the message is `missing`.
+        MissingError: it is not found; the message is `missing`.
     """
     search = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin", *places])
     path = shutil.which(name, path=search)
@@ -90,20 +90,20 @@ def tool(name: str, missing: str, *places: str) -> str:
 
 
 def version() -> str:
-    """ncu's version; `unknown` where it does not say.
+    """Return the version of ncu, or `unknown`.
 
     Raises:
-        MissingError: there is no ncu.
+        MissingError: ncu is not installed.
     """
     match = re.search(r"[Vv]ersion (\S+)", _said([program(), "--version"]))
     return match[1] if match else "unknown"
 
 
 def available() -> set[str]:
-    """The metrics that ncu knows for this GPU, without their suffixes; empty where it does not say.
+    """Return the metrics that ncu supports on this GPU, without suffixes; empty if it reports none.
 
     Raises:
-        MissingError: there is no ncu.
+        MissingError: ncu is not installed.
     """
     query = [program(), "--query-metrics"]
     said = [_said(query), _said([*query, "--query-metrics-collection", "launch"])]
@@ -111,7 +111,7 @@ def available() -> set[str]:
 
 
 def _said(command: Sequence[str]) -> str:
-    """What a command writes; empty where it does not end or start."""
+    """Return the output of a command; empty if it fails to start or finish."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
     except (subprocess.TimeoutExpired, OSError):
@@ -119,7 +119,7 @@ def _said(command: Sequence[str]) -> str:
 
 
 def parse(text: str) -> list[tuple[str, dict[str, float]]]:
-    """Kernel name and metrics of each profiled launch, in order, from what `ncu --page raw --csv` wrote."""
+    """Parse the output of `ncu --page raw --csv`: kernel name and metrics of each launch, in order."""
     table = csv.DictReader(line for line in text.splitlines() if line.startswith('"'))
     launches = []
     for row in sorted((row for row in table if row["ID"].isdigit()), key=lambda row: int(row["ID"])):  # one is of units
@@ -141,27 +141,27 @@ def _number(text: str | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What a report says of one profiled launch."""
+    """A profiled launch of a report."""
 
     kernel: str
-    """Its name."""
+    """Name of the kernel."""
     metrics: Mapping[str, float]
     listing: list[str] = field(default_factory=list)
-    """The kernel's instructions as ncu writes them, in order; empty where no samples were taken."""
+    """Instructions of the kernel as printed by ncu, in order; empty without samples."""
     samples: dict[int, Mapping[str, int]] = field(default_factory=dict)
-    """By position in the listing: samples by warp state, where there are any."""
+    """Samples by warp state, by position in the listing."""
 
 
 _STATE_COLUMN = re.compile(r"stall_(\w+)")
 _STATES: Mapping[str, str] = _ASKED["states"]
-"""Warp states whose names the source page shortens, and what the counters call them."""
+"""Warp states abbreviated on the source page, and their names in counters."""
 
 
 def parse_source(text: str) -> list[Launch]:
-    """The samples of each profiled launch, in order, from what `ncu --page source --print-source sass --csv` wrote.
+    """Parse the output of `ncu --page source --print-source sass --csv`: the samples of each launch, in order.
 
-    For each launch that is a row with the kernel's name, and a table with a row an instruction. Version 2025.3 has no
-    column for waits of a wgmma; they are what an instruction's samples have beyond its columns.
+    Each launch has a row with the kernel's name, and a table with one row per instruction. Version 2025.3 lacks a
+    column for wgmma waits, which are the samples of an instruction not in its columns.
     """
     launches: list[Launch] = []
     header: list[str] = []
@@ -197,21 +197,21 @@ def under_ncu(
     job: Message | None = None,
     act: Callable[[Message], None] = lambda _: None,
 ) -> list[Launch]:
-    """Run a command under ncu; metrics that it refuses are dropped, and it is run again.
+    """Run a command under ncu, repeating without the metrics that it rejects.
 
     Args:
-        command: what to run; `--connect` and a pipe are appended.
-        kernels: a regular expression of the kernels to profile.
-        extra: more for ncu.
-        options: `timeout_s` is for one run; `note` gets what went wrong.
-        job: of a command that is a worker.
-        act: what to do with what that worker says.
+        command: command line of a worker; `--connect` and a pipe are appended.
+        kernels: regular expression of the kernels to profile.
+        extra: further options of ncu.
+        options: `timeout_s` limits one run; `note` receives errors.
+        job: job of the worker.
+        act: handles messages of the worker.
 
     Returns:
-        What was profiled, in order; empty where nothing was.
+        The profiled launches, in order; may be empty.
 
     Raises:
-        MissingError: there is no ncu, or it may not read the counters.
+        MissingError: ncu is not installed, or has no permission to read counters.
     """
     ncu, timeout_s, say = program(), options.timeout_s, options.note
     wanted = list(metrics)
@@ -247,7 +247,7 @@ def under_ncu(
 
 
 def _run(worker: Worker, act: Callable[[Message], None], timeout_s: float) -> None:
-    """Until it is done or has died: what ncu has to say of that is in its output."""
+    """Run a worker until it is done or has died, which the output of ncu explains."""
     try:
         worker.run(act, startup_s=timeout_s, step_s=timeout_s, total_s=timeout_s)
     except WorkerDiedError:
@@ -258,10 +258,10 @@ def _run(worker: Worker, act: Callable[[Message], None], timeout_s: float) -> No
 
 
 def read(report: Path, metrics: Iterable[str]) -> list[Launch]:
-    """The launches of a report that ncu exported, in order, with those of `metrics` that it has.
+    """Read the launches of a report exported by ncu, in order, with the available `metrics`.
 
     Raises:
-        MissingError: there is no ncu.
+        MissingError: ncu is not installed.
     """
     page = [program(), "--import", str(report), "--csv", "--print-units", "base", "--page"]
     counted = parse(_said([*page, "raw"]))
@@ -276,7 +276,7 @@ def read(report: Path, metrics: Iterable[str]) -> list[Launch]:
 
 
 def why_no_lines(launch: Launch, sha256: str, launched: Cubin | None, lined: Cubin | None) -> str | None:
-    """Why a launch's samples cannot be traced to source lines; None where they can."""
+    """Explain why the samples of a launch cannot be mapped to source lines; None if they can."""
     if not launch.samples:
         return "ncu took no samples"
     if launched is None or lined is None or launched.sha256 != sha256:
@@ -294,10 +294,10 @@ _GUARD = re.compile(r"^@!?U?P\w+\s+")
 
 
 def trace(launch: Launch, stage: Stage, lined: Cubin) -> tuple[LineStalls, ...]:
-    """The source lines at which a launch's warps were sampled, the most samples first.
+    """Aggregate the warp samples of a launch by source line, the most samples first.
 
-    A line stands for all that is inlined there: of the line that an instruction is of and those that it was inlined
-    at, it is the first in the stage's own file, else the first of all.
+    A line includes everything inlined there: an instruction belongs to the innermost line in the stage's own file among
+    those at which it was inlined, else to its own line.
     """
     places = sass.lines(lined.code, lined.entry)
     states_by_frame: dict[Frame, Counter[str]] = {}
@@ -322,22 +322,22 @@ def profile(
     problem: Problem,
     options: Options = OPTIONS,
 ) -> tuple[Path | None, tuple[StageProfile, ...], tuple[str, ...]]:
-    """Profile one launch of each stage that takes `problem` on this GPU, and append to data/<gpu>/profiles/<run>.jsonl.
+    """Profile a launch of each stage that supports `problem` here, and append to data/<gpu>/profiles/<run>.jsonl.
 
-    All in one process; those that are missing afterwards, since one broke it, each in one of its own.
+    All stages run in one process; those missing afterwards, because one of them broke it, run in separate processes.
 
     Args:
-        options: `timeout_s` is for one run of ncu. Where they say `resume`, a stage is left out that is on record with
-            the same machine code.
+        options: `timeout_s` limits one run of ncu. With `resume`, stages on record with the same machine code are
+            skipped.
 
     Returns:
-        The file, the profiles in it, and the stages that gave none; no file where all of it is on record.
+        The file, its profiles, and the stages without one; the file is None if everything is on record.
 
     Raises:
-        UnknownStageError, ParameterError: a stage that is not there, or none that takes the problem.
-        NoGpuError, MissingError: no GPU, no ncu, or one that may not read the GPU's counters.
+        UnknownStageError, ParameterError: an unknown stage, or none that supports the problem.
+        NoGpuError, MissingError: no GPU, no ncu, or no permission to read counters.
         LaunchError: nothing could be profiled, or another process measures on the GPU.
-        OutputError: `data` cannot be written.
+        OutputError: `data` is not writable.
     """
     chosen = [registry.get(stage_id) for stage_id in (registry.STAGES if stage_ids is None else stage_ids)]
     registry.able(chosen, [problem])
@@ -356,7 +356,7 @@ def profile(
         profiles: dict[str, StageProfile] = {}
 
         def run(stage_ids: Sequence[str]) -> None:
-            """Launch stages in one process under ncu, and record what came of each."""
+            """Launch stages in one process under ncu, and record each profile."""
             launched, seen = _launched([able[name] for name in stage_ids], problem, metrics, book, options)
 
             def lines(name: str) -> tuple[LineStalls, ...] | str:
@@ -385,7 +385,7 @@ def profile(
 
 
 def _left(chosen: Sequence[Stage], problem: Problem, options: Options) -> dict[str, Stage]:
-    """The stages that take the problem here, without those on record where the options say `resume`."""
+    """The stages that support the problem here, with `resume` without those on record."""
     here = gpu.info(options.device)
     able = {stage.id: stage for stage in registry.able(chosen, [problem], here.arch)}
     if not options.resume:
@@ -402,7 +402,7 @@ def _left(chosen: Sequence[Stage], problem: Problem, options: Options) -> dict[s
 def _launched(
     stages: Sequence[Stage], problem: Problem, metrics: Sequence[str], book: Book, options: Options
 ) -> tuple[dict[str, Message], dict[str, Launch]]:
-    """Launch stages in one process under ncu: by stage, what the process says of it, and what ncu saw."""
+    """Launch stages in one process under ncu; returns the messages of the process and the launches, by stage."""
     launched: dict[str, Message] = {}
 
     def act(message: Message) -> None:
@@ -429,7 +429,7 @@ def _launched(
 def _lines(
     launch: Launch, stage: Stage, sha256: str, launched: Cubin | None, lined: Cubin | None
 ) -> tuple[LineStalls, ...] | str:
-    """The lines of a launch with the most samples, or why there are none."""
+    """The source lines of a launch with the most samples, or why there are none."""
     try:
         reason = why_no_lines(launch, sha256, launched, lined)
         return trace(launch, stage, lined)[:LINES] if lined and not reason else reason or ""
@@ -463,14 +463,14 @@ def _record(
 def _compiled(
     stage_ids: Iterable[str], problem: Problem, options: Options, *, line_info: bool = False
 ) -> dict[str, Cubin]:
-    """The kernels of stages as `prepare` takes them; those that do not compile are left out, `prepare` says why."""
+    """Compile the kernels of stages as `prepare` does, omitting failures, which `prepare` reports."""
     here, named = gpu.info(options.device), registry.implementations(stage_ids)
     code = bench.compile_for(named, [(problem, list(named))], arch=here.arch, slug=here.slug, line_info=line_info)
     return {name: cubin for (_, name), cubin in code.items() if isinstance(cubin, Cubin)}
 
 
 def work(job: Message, send: Send) -> None:
-    """Under ncu: launch every stage once to warm up, then once to be profiled."""
+    """Launch every stage once as warm-up and once for ncu to profile."""
     worker = GpuWorker(job, send)
     worker.hold()
     problem = Problem(**job["problem"])

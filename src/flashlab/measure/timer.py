@@ -1,29 +1,28 @@
-"""Time on the GPU: interleaved, idle-gapped samples between two CUDA events, hot and cold, burst and sustained.
+"""GPU timing: interleaved samples with idle gaps between two CUDA events, hot and cold, burst and sustained.
 
-Why not cuda-bench (nvbench)? It measures one benchmark after another, so that two implementations meet different
-temperatures and clocks, and it owns the process. Here the samples of stages and libraries are interleaved in one
-process, in an order drawn anew each round: drift falls on all alike, and a ratio of two medians means something.
+Why not cuda-bench (nvbench)? It measures one benchmark after another, so that implementations run at different
+temperatures and clocks, and it owns the process. Here, samples of stages and libraries are interleaved in one process,
+in a new random order each round: drift affects all alike, so that ratios of medians are meaningful.
 
 One sample:
 
     idle gap  →  [cold: overwrite twice the L2]  →  spin  →  event  →  n calls  →  event  →  short spin
 
-- The gap, twice the sample before it, lets the average power fall, so that the clock between calls stays at its
-  maximum: regime `burst`. Where it falls all the same, the implementation gets longer gaps, and where those do not help
-  shorter samples, until it stays up: tried out before the counted samples, and widened further among them.
-- The spin keeps the GPU busy while the host enqueues everything behind it, so that no sample contains the host. Whether
-  it was long enough is checked, and the sample repeated with a longer one where it was not.
-- Both spins read the SM's clock counter and the chip's nanosecond timer. From the end of the first to the start of the
-  second, on the same SM, they give the clock that the calls ran at; the second spin by itself gives the clock of the
-  chip without their load. The two differ: a kernel that uses the tensor cores runs at a clock a step lower, within
-  microseconds and whatever its operands are, and one that loads the chip hard at one lower still.
-- n is chosen so that a sample takes about a millisecond, two thousand times the events' resolution, or less where the
-  power limit would hold the clock back within it.
-- Cold samples have one call; hot ones find in L2 what the call before left there.
+- The gap, twice the previous sample, lowers the average power, so that the clock between calls stays at its maximum:
+  regime `burst`. If the clock still drops, the implementation gets longer gaps, and then shorter samples, first in
+  trials and, if necessary, during the counted samples.
+- The spin keeps the GPU busy while the host enqueues everything behind it, so that samples exclude host time. If it was
+  too short, the sample is repeated with a longer one.
+- Both spins read the SM's clock counter and the global nanosecond timer. The interval from the end of the first to the
+  start of the second, on the same SM, gives the clock during the calls; the second spin alone gives the clock without
+  their load. These differ: a kernel that uses the tensor cores runs at a slightly lower clock, within microseconds and
+  for any operands, and one that loads the chip heavily at a lower one still.
+- n is chosen so that a sample takes about a millisecond, two thousand times the resolution of events, or less if the
+  power limit would reduce the clock within it.
+- Cold samples have one call; hot ones find the data of the previous call in L2.
 
-The regime `sustained` calls back to back for seconds instead, and meets the power limit. The first fifth is not
-counted: whatever ran before, it brings the chip to the state that this implementation keeps it in. Nothing here changes
-a clock or a power setting: it reads them.
+The regime `sustained` calls back to back for seconds and runs into the power limit. The first fifth is not counted: it
+brings the chip to the steady state of the implementation. Nothing here changes clocks or power settings.
 """
 
 from __future__ import annotations
@@ -48,38 +47,38 @@ from flashlab.record.schema import Conditions, Samples
 from flashlab.run import gpu
 
 Run = Callable[[], object]
-"""Enqueues one call on the timer's stream and returns without waiting for it."""
+"""Enqueues one call on the timer's stream without waiting for it."""
 Announce = Callable[[str], None]
-"""Told the name of the implementation that is about to run."""
+"""Called with the name of an implementation before it runs."""
 
 MICRO = KERNELS / "micro"
 MAX_CALLS = 100
-"""Between two events. Some libraries launch ten kernels a call and the driver queues about a thousand."""
+"""Maximum calls per sample. Some libraries launch ten kernels per call, and the driver queues about a thousand."""
 MIN_GAP_S, MAX_GAP_S = 1e-3, 50e-3
 _SAMPLE_US = 1000.0
 _CLOCK_SPIN_NS = 20_000
 _MAX_SPIN_US = 50_000.0
 _STARVED_TRIES = 5
 CHUNK_S = 0.05
-"""How long the samples of a sustained measurement are about."""
+"""Approximate duration of a sample under sustained load."""
 _STATE_PERIOD_S, _MONITOR_PERIOD_S = 0.25, 0.05
-"""How often NVML is asked: of an implementation among bursts, and under sustained load."""
+"""NVML polling intervals: per implementation in bursts, and under sustained load."""
 FULL_CLOCK = 0.99
-"""A sample whose clock reads less than this share of the highest one seen was held back."""
+"""A sample was throttled if its clock is below this share of the highest clock seen."""
 _GAP_FACTORS = (1, 4, 16)
-"""Tried one after another where the clock is held back: multiples of the plain gap."""
+"""Multiples of the gap to try, in order, if the clock is throttled."""
 WARM_UP_SHARE = 0.2
-"""Of the seconds of a sustained measurement, the part that comes first and is not counted."""
+"""Initial share of a sustained measurement that is not counted."""
 
 
 class MicroParams(ctypes.Structure):
-    """kernels/common/micro.cuh, `MicroParams`."""
+    """`MicroParams` of kernels/common/micro.cuh."""
 
     _fields_ = fields("common/micro.cuh", "MicroParams")
 
 
 class _Mark(ctypes.Structure):
-    """What kernels/micro/spin.cu writes: an SM's clock counter and the chip's timer when it began and when it ended."""
+    """Output of kernels/micro/spin.cu: SM clock counter and global timer at start and end."""
 
     _fields_ = (
         ("start_clock", ctypes.c_longlong),
@@ -91,11 +90,11 @@ class _Mark(ctypes.Structure):
 
     @property
     def clock_mhz(self) -> float:
-        """The SM clock during the spin."""
+        """SM clock during the spin."""
         return float(1e3 * (self.end_clock - self.start_clock) / (self.end_ns - self.start_ns))
 
     def clock_mhz_since(self, earlier: _Mark) -> float | None:
-        """The mean SM clock since an earlier spin ended; None where that was on another SM, which counts for itself."""
+        """Mean SM clock since the end of an earlier spin; None if that ran on another SM, whose counter is separate."""
         passed_ns = self.start_ns - earlier.end_ns
         if self.sm != earlier.sm or passed_ns <= 0:
             return None
@@ -107,20 +106,20 @@ class Reading:
     """One sample."""
 
     time_us: float
-    """Of one call."""
+    """Time per call."""
     sm_clock_mhz: float
-    """Right after the calls, without their load."""
+    """SM clock right after the calls, without their load."""
     call_clock_mhz: float | None
-    """Mean over the calls; None where it could not be read."""
+    """Mean SM clock during the calls; None if unknown."""
     enqueue_us: float
-    """Host time it took to enqueue the calls."""
+    """Host time to enqueue the calls."""
     starved: bool
-    """The GPU reached the calls before the host had enqueued them all."""
+    """Whether the GPU reached the calls before the host had enqueued them all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """What NVML said at one moment; None where this GPU or machine does not say."""
+    """An NVML reading; None where unavailable."""
 
     sm_clock_mhz: float | None
     power_w: float | None
@@ -129,7 +128,7 @@ class State:
 
 
 def conditions(states: Sequence[State], energy_j_per_call: float | None = None) -> Conditions:
-    """Extremes, mean power and every throttle reason of some states; None where none of them says."""
+    """Summarise states: extremes, mean power, and all throttle reasons; None where unavailable."""
     clocks = [s.sm_clock_mhz for s in states if s.sm_clock_mhz is not None]
     powers = [s.power_w for s in states if s.power_w is not None]
     temperatures = [s.temperature_c for s in states if s.temperature_c is not None]
@@ -146,15 +145,15 @@ def conditions(states: Sequence[State], energy_j_per_call: float | None = None) 
 
 @dataclass
 class _Progress:
-    """An implementation on its way."""
+    """Sampling state of an implementation."""
 
     run: Run
     calls: int
     spin_us: float
     gap_factor: int = 1
-    """How many plain gaps come before its samples."""
+    """Multiple of the gap before its samples."""
     probe_mhz: float | None = None
-    """The clock of a first sample that was like those to come; None where there was none."""
+    """Clock of a representative trial sample; None without one."""
     readings: list[Reading] = field(default_factory=list)
     states: list[State] = field(default_factory=list)
     spent_s: float = 0.0
@@ -162,7 +161,7 @@ class _Progress:
 
 
 def _samples(readings: Sequence[Reading], **fields: Any) -> Samples:
-    """Readings as they are recorded; no clock of the calls where it could not be read of one."""
+    """Convert readings to their record, without the clock during the calls if any reading lacks it."""
     call_clocks = [reading.call_clock_mhz for reading in readings]
     return Samples(
         time_us=tuple(reading.time_us for reading in readings),
@@ -209,7 +208,7 @@ class Timer:
         return sm_clock_mhz < FULL_CLOCK * self._top_mhz
 
     def _settle(self, progress: _Progress, cold: bool) -> None:
-        """Find gaps, and failing that a number of calls, with which the clock stays at its top."""
+        """Find a gap, or else a number of calls, at which the clock stays at its maximum."""
         if progress.probe_mhz is not None and not self._held_back(progress.probe_mhz):
             return  # A slow one: every sample counts.
         while True:
@@ -231,13 +230,13 @@ class Timer:
         cap_s: float = 3.0,
         announce: Announce = lambda name: None,
     ) -> dict[str, Samples]:
-        """Samples of every implementation, interleaved in an order drawn anew each round.
+        """Sample all implementations, interleaved in a new random order each round.
 
         Args:
-            cold: overwrite L2 before every sample, which is then one call.
-            samples: how many of each to aim for.
-            min_samples: how many to take of one that is slow, even past `cap_s`.
-            cap_s: host time after which an implementation takes no more than `min_samples`.
+            cold: overwrite L2 before every sample, which then is one call.
+            samples: target number of samples per implementation.
+            min_samples: minimum number for slow implementations, even beyond `cap_s`.
+            cap_s: host time in seconds after which an implementation gets only `min_samples`.
             announce: called before each sample.
         """
         going: dict[str, _Progress] = {}
@@ -281,9 +280,9 @@ class Timer:
         }
 
     def sustained(self, run: Run, *, seconds: float, call_us: float) -> Samples:
-        """Call back to back for at least `seconds`, in chunks of about 50 ms; the samples are the chunks.
+        """Call back to back for at least `seconds`, in chunks of about 50 ms, which are the samples.
 
-        The first fifth brings the chip to its steady state and is not counted. `call_us` is about the time of one call.
+        The first fifth brings the chip to its steady state and is not counted. `call_us` is the approximate call time.
         """
         backend = self._backend
         calls = max(1, round(CHUNK_S * 1e6 / call_us))
@@ -324,7 +323,7 @@ class Timer:
 
 @contextmanager
 def _watching(backend: CudaBackend) -> Iterator[list[State]]:
-    """What NVML says from time to time, read in a thread while the main one keeps the GPU fed."""
+    """Poll NVML in a thread while the main thread keeps the GPU busy."""
     states: list[State] = []
     stop = threading.Event()
 
@@ -353,26 +352,26 @@ _REASON_NAMES = {
     0x200: "board_limit",
     0x400: "reliability",
 }
-"""NVML's nvmlClocksEventReasons (nvml.h), in snake case, but for 0x1: idleness limits nothing."""
+"""nvmlClocksEventReasons (nvml.h), in snake case, without 0x1 (idle), which is not a limit."""
 
 
 def throttle_reasons(mask: int) -> tuple[str, ...]:
-    """The names in NVML's bit mask; an unknown bit by its value."""
+    """Decode NVML's bit mask to names; unknown bits become their value."""
     bits = (1 << bit for bit in range(1, 64))
     return tuple(_REASON_NAMES.get(bit, f"unknown_{bit:#x}") for bit in bits if mask & bit)
 
 
 @cache
 def micro(name: str, device: int, defines: tuple[tuple[str, int | str], ...] = ()) -> gpu.Function:
-    """A micro-benchmark of kernels/micro, compiled and loaded on a device."""
+    """Compile a micro-benchmark of kernels/micro and load it on a device."""
     cubin = compile_file(MICRO / f"{name}.cu", entry=f"micro_{name}", arch=gpu.info(device).arch, defines=dict(defines))
     return gpu.load(cubin, device)
 
 
 class CudaBackend:
-    """A GPU; its primary context is made current in this thread, which must be the one that enqueues.
+    """The CUDA device of a timer; makes its primary context current in this thread, which must enqueue all work.
 
-    `stream` is a CUstream as an integer, on which every `Run` must enqueue.
+    `stream` is the CUstream handle on which every `Run` must enqueue.
     """
 
     def __init__(self, device: int, stream: int = 0) -> None:
@@ -389,7 +388,7 @@ class CudaBackend:
         self._flush_bytes = 2 * self._info.l2_bytes
         self._flush_buffer = gpu.Zeroed(device, self._flush_bytes, stream)
         self._slots = [gpu.Zeroed(device, ctypes.sizeof(_Mark), stream) for _ in range(4)]
-        """Where spins write: the last is for the one before a sample."""
+        """Outputs of spins; the last is for the spin before a sample."""
         self._mark: _Mark | None = None
         self._events = (self._event(), self._event())
         self._chunk_events = [(self._event(), self._event(), self._event()) for _ in self._slots[:-1]]
@@ -418,7 +417,7 @@ class CudaBackend:
         return mark
 
     def _enqueue(self, run: Run, calls: int, start: Any, end: Any) -> float:
-        """Enqueue calls between two events; the host time that takes, in µs."""
+        """Enqueue calls between two events; returns the host time in µs."""
         gpu.call("cuEventRecord", start, self._stream)
         before = time.perf_counter()
         for _ in range(calls):
@@ -428,7 +427,7 @@ class CudaBackend:
         return enqueue_us
 
     def sample(self, run: Run, *, calls: int, spin_us: float, cold: bool) -> Reading:
-        """Take one sample; returns when the GPU is idle again."""
+        """Take one sample and wait until the GPU is idle."""
         start, end = self._events
         stream = self._stream
         if cold:
@@ -448,9 +447,9 @@ class CudaBackend:
         )
 
     def chunk(self, run: Run, calls: int) -> Callable[[], Reading]:
-        """Enqueue calls between two events and return a wait for what they took, to be called in the same order.
+        """Enqueue calls between two events; returns a function that waits for their reading.
 
-        At most three chunks may be waiting; the first of all knows no clock of its calls.
+        Call the functions in order, with at most three chunks pending. The first chunk has no clock of its calls.
         """
         slot = self._next
         self._next = (slot + 1) % len(self._chunk_events)
@@ -474,7 +473,7 @@ class CudaBackend:
         return wait
 
     def warm_up(self, run: Run, calls: int) -> None:
-        """Run and wait."""
+        """Run calls and wait."""
         for _ in range(calls):
             run()
         gpu.call("cuStreamSynchronize", self._stream)
@@ -494,12 +493,12 @@ class CudaBackend:
         )
 
     def energy_j(self) -> float | None:
-        """The GPU's energy counter, None where there is none."""
+        """Read the GPU's energy counter; None if unavailable."""
         millijoules = gpu.nvml_read("nvmlDeviceGetTotalEnergyConsumption", self._nvml_handle)
         return None if millijoules is None else millijoules / 1e3
 
     def now(self) -> float:
-        """Seconds, monotonic."""
+        """Monotonic time in seconds."""
         return time.perf_counter()
 
     def sleep(self, seconds: float) -> None:

@@ -1,11 +1,11 @@
-"""Activations of a trained language model as inputs: it is trained here, on text that every machine has.
+"""`trained` inputs: activations of a language model trained on text that is available on every machine.
 
-A byte-level GPT (RMSNorm, RoPE, causal attention, SwiGLU, tied embeddings) learns the .py files of Python's own
-standard library, in one configuration a head dim. Q, K and V of its layers, on files that it was not trained on, are
-what attention meets in use: after RoPE, with sinks, and with scores that have a few large values a row.
+A byte-level GPT (RMSNorm, RoPE, causal attention, SwiGLU, tied embeddings) is trained on the .py files of Python's
+standard library, in one configuration per head dim. Q, K and V of its layers on held-out files are realistic inputs:
+after RoPE, with attention sinks, and with a few large scores per row.
 
-`train` needs torch and a GPU and takes about a minute. It leaves two files a head dim in the cache: the weights, named
-by their digest, and `description.json`, which says what they are.
+`train` needs torch and a GPU and takes about a minute. It stores two files per head dim in the cache: the weights,
+named by their digest, and `description.json`.
 """
 
 from __future__ import annotations
@@ -38,35 +38,34 @@ Tensor = Any
 """A torch tensor."""
 Weights = dict[str, Tensor]
 See = Callable[[int, Tensor, Tensor, Tensor, Tensor], None]
-"""Shown a layer's index, its Q, K and V as attention takes them, and what attention made of them; each (batch, heads,
-length, head_dim)."""
+"""Called with a layer's index, its Q, K and V, and the attention output, each (batch, heads, length, head_dim)."""
 
 VOCABULARY = 256
 ROPE_BASE = 10_000.0
 MIN_TEXT_BYTES = 4 << 20
 _HELD_OUT_EVERY = 10
-"""One file in so many is not trained on."""
+"""One in this many files is held out."""
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-"""Folders that are no part of the standard library, or that many systems do not install."""
+"""Folders outside the standard library, or not installed on many systems."""
 _TOKENS_AT_ONCE = 1 << 15
 _FOLLOW_EVERY = 50
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A model and its training."""
+    """Configuration of a model and its training."""
 
     head_dim: int
     heads: int = 16
     layers: int
     hidden: int
-    """Width within the MLP."""
+    """Hidden width of the MLP."""
     steps: int
     batch: int = 16
     length: int = 2048
     """Sequence length in bytes."""
     learning_rate: float
-    """The highest: a warm-up leads to it, and a cosine from it to a tenth."""
+    """Peak learning rate, after a warm-up and before cosine decay to a tenth."""
     weight_decay: float = 0.1
     seed: int = 0
 
@@ -76,7 +75,7 @@ class Config:
         return self.heads * self.head_dim
 
     def learning_rate_at(self, step: int) -> float:
-        """Warm-up over the first eighth, 100 steps at most, and cosine decay."""
+        """Learning rate with warm-up over the first eighth, at most 100 steps, and cosine decay."""
         warm_up = max(1, min(100, self.steps // 8))
         decay = 0.55 + 0.45 * math.cos(math.pi * step / self.steps)
         return self.learning_rate * min(1.0, (step + 1) / warm_up) * decay
@@ -86,13 +85,13 @@ CONFIGS = {
     64: Config(head_dim=64, layers=8, hidden=2048, steps=600, learning_rate=3e-4),
     128: Config(head_dim=128, layers=5, hidden=2048, steps=500, learning_rate=2e-4),
 }
-"""By head dim. Learning rates are about those of GPT-3's models of such widths (Brown et al. 2020, table 2.1): higher
-ones grow scores of hundreds of nats. Steps are such that each takes about a minute on an H200."""
+"""By head dim. Learning rates are close to those of GPT-3 models of such widths (Brown et al. 2020, table 2.1): higher
+ones lead to scores of hundreds of nats. The number of steps takes about a minute on an H200."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """What a model is trained on, and what it is shown afterwards."""
+    """Training and held-out text."""
 
     training: bytes
     held_out: bytes
@@ -105,10 +104,10 @@ class Text:
 
 
 def read_text(root: Path | None = None, seed: int = 0) -> Text:
-    """The .py files of the standard library without its tests, or those below `root`, in an order drawn from `seed`.
+    """Read the .py files of the standard library without its tests, or those below `root`, shuffled with `seed`.
 
     Raises:
-        MissingError: they are less than `MIN_TEXT_BYTES`.
+        MissingError: there are fewer than `MIN_TEXT_BYTES`.
     """
     root = Path(sysconfig.get_paths()["stdlib"]) if root is None else root
     paths: list[Path] = []
@@ -134,7 +133,7 @@ def read_text(root: Path | None = None, seed: int = 0) -> Text:
 
 
 def initial_weights(config: Config, device: str) -> Weights:
-    """Normal weights, drawn on the CPU so that they are the same on every machine. float32 on `device`."""
+    """Draw normal weights, on the CPU so that they are the same on every machine; float32 on `device`."""
     torch = _torch()
     generator = torch.Generator().manual_seed(config.seed)
     std = 0.64 / math.sqrt(config.width)
@@ -158,7 +157,7 @@ def initial_weights(config: Config, device: str) -> Weights:
 
 
 def rotations(head_dim: int, length: int, device: str) -> Tensor:
-    """RoPE's angles as complex numbers of modulus 1, (length, head_dim / 2)."""
+    """Rotations of RoPE as complex numbers of modulus 1, (length, head_dim / 2)."""
     torch = _torch()
     frequencies = ROPE_BASE ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
     angles = torch.outer(torch.arange(length, dtype=torch.float64), frequencies)
@@ -166,16 +165,16 @@ def rotations(head_dim: int, length: int, device: str) -> Tensor:
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """RoPE: each two neighbours of the last dimension turned by their position's angle. x (..., length, head_dim)."""
+    """Apply RoPE to pairs of neighbours in the last dimension of x (..., length, head_dim)."""
     torch = _torch()
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns).flatten(-2).type_as(x)
 
 
 def forward(weights: Weights, config: Config, tokens: Tensor, see: See | None = None) -> Tensor:
-    """Logits (batch, length, 256) of the next byte after each of `tokens` (batch, length), int64.
+    """Compute the logits (batch, length, 256) of the byte after each of `tokens` (batch, length), int64.
 
-    Arithmetic is bfloat16 under autocast on a GPU, float32 on the CPU.
+    Uses bfloat16 autocast on a GPU, float32 on the CPU.
     """
     torch = _torch()
     functional = torch.nn.functional
@@ -200,13 +199,13 @@ def forward(weights: Weights, config: Config, tokens: Tensor, see: See | None = 
 
 
 def _loss(weights: Weights, config: Config, window: Tensor) -> Tensor:
-    """Mean loss in nats a byte on windows (batch, length + 1)."""
+    """Mean loss in nats per byte on windows (batch, length + 1)."""
     logits = forward(weights, config, window[:, :-1])
     return _torch().nn.functional.cross_entropy(logits.flatten(0, 1), window[:, 1:].flatten())
 
 
 def _windows(text: Tensor, batch: int, length: int) -> Tensor:
-    """As many windows of a text, evenly spaced: (batch, length), int64."""
+    """Evenly spaced windows of a text: (batch, length), int64."""
     starts = [index * (len(text) - length) // max(1, batch - 1) for index in range(batch)]
     return _torch().stack([text[start : start + length] for start in starts]).long()
 
@@ -215,17 +214,17 @@ def _windows(text: Tensor, batch: int, length: int) -> Tensor:
 
 
 def train(config: Config, *, text: Text | None = None, device: str = "cuda", follow: Follow = ignore) -> dict[str, Any]:
-    """Train a model, put it into the cache in place of the one of its head dim, and `describe` it.
+    """Train a model, store it in the cache in place of that of its head dim, and `describe` it.
 
-    The start, the text's order and the windows come from the seed. Sums on a GPU have no fixed order, so two trainings
-    still differ; the digest tells them apart.
+    Initial weights, order of the text and windows are determined by the seed. Sums on a GPU have no fixed order, so
+    trainings still differ, and have different digests.
 
     Raises:
-        MissingPackageError, NoGpuError: it cannot train here.
-        MissingError: no text, see `read_text`.
+        MissingPackageError, NoGpuError: training is not possible here.
+        MissingError: there is too little text, see `read_text`.
         UnsupportedError: the GPU's memory is too small.
         CheckFailedError: the training diverged; nothing is stored.
-        OutputError: the cache cannot be written.
+        OutputError: the cache is not writable.
     """
     torch = _torch()
     if device != "cpu":
@@ -278,7 +277,7 @@ def train(config: Config, *, text: Text | None = None, device: str = "cuda", fol
 
 
 def _fit(config: Config, text: Tensor, device: str, follow: Follow) -> tuple[Weights, float, float]:
-    """Weights, mean loss over the last tenth of the steps, and seconds."""
+    """Train; returns weights, mean loss over the last tenth of the steps, and seconds."""
     torch = _torch()
     weights = initial_weights(config, device)
     for weight in weights.values():
@@ -304,18 +303,18 @@ def _fit(config: Config, text: Tensor, device: str, follow: Follow) -> tuple[Wei
         optimizer.zero_grad(set_to_none=True)
         losses[step] = loss.detach()
         if step % _FOLLOW_EVERY == 0:
-            follow(step, config.steps, f"head dim {config.head_dim}: loss {loss.item():.3f} nats a byte")
+            follow(step, config.steps, f"head dim {config.head_dim}: loss {loss.item():.3f} nats/byte")
     final = losses[-max(1, config.steps // 10) :].mean().item()  # waits for the GPU
     return weights, final, time.perf_counter() - start_s
 
 
 def score_statistics(q: Tensor, k: Tensor) -> dict[str, float]:
-    """Of the scores that causal attention sees, over all heads of q and k (batch, heads, length, head_dim).
+    """Statistics of causal scores, over all heads of q and k (batch, heads, length, head_dim).
 
     Returns:
-        std_nats and largest_nats: standard deviation and largest of all scores, in nats;
-        first_key_weight: the mean over rows of the first key's probability;
-        largest_probability: the mean over rows of the largest probability.
+        std_nats and largest_nats: standard deviation and maximum of all scores, in nats;
+        first_key_weight: mean over rows of the first key's probability;
+        largest_probability: mean over rows of the largest probability.
     """
     torch = _torch()
     _, _, length, head_dim = q.shape
@@ -352,7 +351,7 @@ def score_statistics(q: Tensor, k: Tensor) -> dict[str, float]:
 
 
 def why_not(problem: Problem) -> str | None:
-    """Why a problem cannot have these inputs on this machine, in a sentence; None where it can."""
+    """Explain why a problem cannot have these inputs on this machine; None if it can."""
     config = CONFIGS.get(problem.head_dim)
     if config is None or (problem.q_heads, problem.kv_heads) != (config.heads, config.heads):
         have = ", ".join(f"{known.heads} heads of {head_dim}" for head_dim, known in CONFIGS.items())
@@ -376,14 +375,14 @@ def why_not(problem: Problem) -> str | None:
 
 
 def describe(head_dim: int) -> dict[str, Any]:
-    """What the weights in the cache are; JSON holds it.
+    """Describe the weights in the cache, as JSON.
 
-    digest (of the weights and the text that shows activations), loss (mean over the last tenth of the steps) and
-    held_out_loss in nats a byte, steps, seconds, config, text, gpu, commit, software, and layers: `score_statistics` of
-    each on the held-out text.
+    Fields: digest (of the weights and the held-out text), loss (mean over the last tenth of the steps) and
+    held_out_loss in nats per byte, steps, seconds, config, text, gpu, commit, software, and layers: `score_statistics`
+    of each on the held-out text.
 
     Raises:
-        MissingError: no weights are here.
+        MissingError: the cache has no weights.
     """
     description = _description(head_dim)
     if description is None:
@@ -395,13 +394,13 @@ def describe(head_dim: int) -> dict[str, Any]:
 
 
 def activations(problem: Problem, *, device: str = "cuda") -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Q, K and V of every layer on held-out text, after RoPE, as attention takes them.
+    """Compute Q, K and V of every layer on held-out text, after RoPE.
 
     Returns:
-        For each layer three contiguous tensors (batch, heads, length, head_dim) of the problem's element type.
+        For each layer three contiguous tensors (batch, heads, length, head_dim) of the problem's dtype.
 
     Raises:
-        UnsupportedError: `why_not`, or a value beyond the element type's range.
+        UnsupportedError: see `why_not`, or a value exceeds the range of the dtype.
         MissingError: the weights are damaged.
     """
     if reason := why_not(problem):
@@ -423,7 +422,7 @@ def activations(problem: Problem, *, device: str = "cuda") -> list[tuple[Tensor,
 
 
 def _extract(stored: Weights, config: Config, batch: int, length: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Q, K and V of every layer on windows of the held-out text."""
+    """Compute Q, K and V of every layer on windows of the held-out text."""
     torch = _torch()
     parts: list[list[tuple[Tensor, ...]]] = [[] for _ in range(config.layers)]
 
@@ -458,7 +457,7 @@ def _description(head_dim: int) -> dict[str, Any] | None:
 
 
 def _store(folder: Path, stored: Weights, description: dict[str, Any]) -> None:
-    """Weights first, then what names them, each put in place by one rename; then older weights go."""
+    """Store the weights, then their description, each atomically; then delete older weights."""
     weights, content = folder / f"{description['digest']}.pt", io.BytesIO()
     _torch().save(stored, content)
     write_at_once(weights, content.getvalue())
@@ -469,7 +468,7 @@ def _store(folder: Path, stored: Weights, description: dict[str, Any]) -> None:
 
 
 def _load(path: Path) -> Weights:
-    """Raises `MissingError` where the file does not hold what its name says."""
+    """Load weights; raises `MissingError` if they do not match the digest in the file name."""
     stored: Weights = {}
     try:
         stored = _torch().load(path, map_location="cpu", weights_only=True)
@@ -491,7 +490,7 @@ def _digest(stored: Weights) -> str:
 
 
 def _on(stored: Weights, device: str) -> Weights:
-    """As `forward` takes them: weights as float32, text as it is."""
+    """Move weights, as float32, and text to a device."""
     torch = _torch()
     return {
         name: tensor.to(device, tensor.dtype if name == "held_out" else torch.float32)

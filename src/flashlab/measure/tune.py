@@ -1,18 +1,18 @@
-"""The autotuner: try a stage's tunables on a GPU, and keep a record of every one tried.
+"""Autotuner: times variants of a stage's tunables on a GPU and records all of them.
 
-A tuning of one stage on one problem, or on several, goes like this:
+Tuning a stage on one or more problems has these steps:
 
-1. Every variant is compiled, several at once. Those that a static_assert refuses, that spill or lose performance
-   otherwise, cost no GPU time; their record says why. Those whose machine code another variant has too are left out.
-2. The others are checked against the oracle and timed interleaved, in one process, in short bursts; then the faster
-   third again with more samples, and so on. The stage's defaults and the table's present choice take part in every
-   round, so that every round has something to be compared with.
-3. Every variant of every round is a record in data/<gpu>/tuning, losers and refused ones too.
+1. Compile all variants in parallel. Those that fail a static_assert, spill or otherwise lose performance need no GPU
+   time; their record has the reason. Variants with the same machine code as another are skipped.
+2. Check the others against the oracle and time them interleaved, in one process, in short bursts; then the fastest
+   third again with more samples, and so on. The stage's defaults and the current choice of the table take part in every
+   round, for comparison.
+3. Record every variant of every round in data/<gpu>/tuning, including slower and rejected ones.
 
-A plan does this for many stages and problems in one worker and a single round; all that is tried on one problem is
-interleaved, whatever its stage, and with it the libraries that the plan names.
+A plan does this for many stages and problems in one worker and a single round; everything timed on one problem, of any
+stage and including the libraries that the plan names, is interleaved.
 
-measure/tuned.py makes the table of choices from the records.
+measure/tuned.py builds the table of choices from the records.
 """
 
 from __future__ import annotations
@@ -43,41 +43,41 @@ from flashlab.record.schema import Tuning
 from flashlab.run import choice, gpu
 
 Variant = dict[str, int]
-"""Every tunable of a stage and its value."""
+"""Values of all tunables of a stage."""
 Items = tuple[tuple[str, int], ...]
-"""A variant's names and values, sorted."""
+"""Sorted names and values of a variant."""
 
 LIMIT = 256
-"""Variants of one tuning, unless more are asked for."""
+"""Default maximum number of variants of a tuning."""
 _KEPT = 3
-"""One in so many goes on to the next round."""
+"""One in this many variants advances to the next round."""
 _FINALISTS = 8
-"""With so many left the last round is run."""
+"""Number of variants at which the last round is run."""
 _SAMPLES = (3, 7, 25)
-"""Burst samples a round; the last number is the last round's."""
+"""Burst samples per round; the last number is that of the last round."""
 _REASON_CHARS = 600
 _PLAN_CAP_S = 0.5
-"""Of a plan: host time after which a variant takes no more samples than it must."""
+"""Host time in seconds after which a variant of a plan gets only the minimum number of samples."""
 _CHECKED_SCORES = 1 << 26
-"""Scores of a problem that are compared with the oracle."""
+"""Scores per problem that are compared with the oracle."""
 _PLAN = replace(BURSTS, samples=_SAMPLES[-1], step_samples=_SAMPLES[-1], checked_scores=_CHECKED_SCORES)
-"""In a step where a problem has few query rows, by which `flashlab tuned` goes."""
+"""Includes step samples, which `flashlab tuned` uses for problems with few query rows."""
 _START_S, _EACH_S, _CHECK_S = 25.0, 0.2, 0.25
-"""Assumptions of `estimate_s`: start and compilers, a variant without its check, a check of as many scores as are."""
+"""Assumptions of `estimate_s`: start and compilation, a variant without its check, and a full check."""
 
 
 class Key(NamedTuple):
-    """What a variant is tried for."""
+    """The stage and problem for which a variant is timed."""
 
     stage: str
     problem: Problem
 
 
 def parse_grid(stage: Stage, texts: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """`NAME=a,b,c` as values to try of a tunable; those of a name that comes again are added.
+    """Parse `NAME=a,b,c` options into values by tunable; repeated names add values.
 
     Raises:
-        ParameterError: no such tunable, or no integers.
+        ParameterError: no such tunable, or values that are not integers.
     """
     grid: dict[str, tuple[int, ...]] = {}
     for text in texts:
@@ -89,33 +89,33 @@ def parse_grid(stage: Stage, texts: Sequence[str]) -> dict[str, tuple[int, ...]]
         try:
             grid[name] = tuple(dict.fromkeys([*grid.get(name, ()), *map(int, values.split(","))]))
         except ValueError:
-            raise ParameterError(f"--param {name}: wanted integers joined by commas, got {values!r}") from None
+            raise ParameterError(f"--param {name}: wanted comma-separated integers, got {values!r}") from None
     return grid
 
 
 class Task(NamedTuple):
-    """An entry of a plan: what to tune, what to try, and what to time beside it."""
+    """An entry of a plan: stage and problem, variants, and libraries to time with them."""
 
     key: Key
     variants: tuple[Variant, ...]
     peers: tuple[str, ...] = ()
     """Libraries, by name."""
     refused: tuple[tuple[Variant, str], ...] = ()
-    """Once it is compiled: variants that did not compile, each with the reason, which are none of `variants` then."""
+    """After compilation: variants that did not compile, with reasons, removed from `variants`."""
     twins: tuple[Variant, ...] = ()
-    """Likewise: the same machine code as one of the others."""
+    """After compilation: variants with the same machine code as another, removed from `variants`."""
     rounds: tuple[Path, ...] = ()
-    """Once it is timed: a file of records each."""
+    """After timing: the file of records of each round."""
 
 
 class _Entry(BaseModel):
-    """An entry of a plan's file."""
+    """An entry of a plan file."""
 
     model_config = ConfigDict(extra="forbid")
     stage: str
     head_dim: int
     variants: list[Variant]
-    """Tunable to value; defaults where one says nothing."""
+    """Values by tunable; missing ones are the defaults."""
     shapes: list[str] | None = None
     masks: list[Mask] = list(MASKS)
     dtype: DType | list[DType] = "float16"
@@ -126,13 +126,13 @@ _PLAN_FILE = TypeAdapter(list[_Entry])
 
 
 def read_plan(path: Path) -> list[Task]:
-    """Tasks from a file: a JSON list of objects with `stage`, `head_dim`, `variants`, which are objects of tunable to
-    value, and what they need not name: `shapes` (the suites' first with that head dim), `masks` (both), `dtype`, which
-    is one or a list (float16), and `peers` (none).
+    """Read the tasks of a plan file: a JSON list of objects with `stage`, `head_dim` and `variants`, a list of
+    objects from tunable to value, and optionally `shapes` (default: the first of the suites with that head dim),
+    `masks` (both), `dtype`, one or a list (float16), and `peers` (none).
 
     Raises:
-        ParameterError: it cannot be read, or names what there is not.
-        UnknownStageError, UnsupportedError: so does a stage.
+        ParameterError: the file cannot be read, or has an unknown name.
+        UnknownStageError, UnsupportedError: a stage does not exist or support its problem.
     """
     try:
         entries = _PLAN_FILE.validate_python(json.loads(path.read_bytes()))
@@ -166,16 +166,16 @@ def variants_of(
     base: Mapping[str, int] | None = None,
     limit: int = LIMIT,
 ) -> list[Variant]:
-    """Variants of a stage to try, the starting point first.
+    """List the variants of a stage to time, the starting point first.
 
     Args:
-        grid: values of some tunables; the others stay as `base` has them. All choices of all tunables where None.
-        each: vary one tunable at a time, instead of all combinations.
-        base: where to start from; the stage's defaults where None.
-        limit: how many combinations are too many.
+        grid: values by tunable; others stay as in `base`. Default: all values of all tunables.
+        each: vary one tunable at a time instead of all combinations.
+        base: the starting point; default: the stage's defaults.
+        limit: maximum number of combinations.
 
     Raises:
-        ParameterError: a stage without tunables, a name or value that it cannot have, or more than `limit`.
+        ParameterError: a stage without tunables, an invalid name or value, or more than `limit` combinations.
     """
     if not stage.params:
         raise ParameterError(f"stage {stage.id} has no tunables")
@@ -198,7 +198,7 @@ def variants_of(
 
 
 def items(variant: Mapping[str, int]) -> Items:
-    """A variant as a key."""
+    """Convert a variant to a hashable key."""
     return tuple(sorted(variant.items()))
 
 
@@ -207,13 +207,13 @@ def _unique(variants: Iterable[Variant]) -> list[Variant]:
 
 
 def compile_tasks(tasks: Sequence[Task], *, arch: str, progress: Follow = ignore) -> list[Task]:
-    """Compile every variant of every task on all cores, so that the timing finds them in the cache.
+    """Compile all variants of all tasks into the cache, on all cores.
 
     Returns:
-        The tasks with the variants that can be timed, and those that cannot beside them.
+        The tasks, with variants that cannot be timed moved to `refused` and `twins`.
 
     Raises:
-        As `bench.compile_for`.
+        FlashlabError: as `bench.compile_for` does.
     """
     code = bench.compile_for(*_interleaved(tasks), arch=arch, slug=None, progress=progress)
     compiled = []
@@ -247,10 +247,10 @@ def shapes_for(stage: Stage, head_dim: int, shapes: Sequence[str] | None) -> Seq
 def problems_of(
     *, head_dim: int, mask: Mask, dtype: DType, shapes: Sequence[str], inputs: str = NORMAL
 ) -> tuple[Problem, ...]:
-    """The problems of one tuning, each once.
+    """The distinct problems of a tuning.
 
     Raises:
-        ParameterError: a shape of another head dim.
+        ParameterError: a shape has another head dim.
     """
     named = (Problem.parse(shape, dtype=dtype, mask=mask, inputs=inputs) for shape in shapes)
     problems = tuple(dict.fromkeys(named))
@@ -273,17 +273,17 @@ def tune(
     inputs: str = NORMAL,
     options: Options = OPTIONS,
 ) -> list[Task]:
-    """Tune a stage for one head dim, mask and element type, and record every variant; a task a problem comes back.
+    """Tune a stage for one head dim, mask and dtype, and record every variant; returns one task per problem.
 
     Args:
-        grid, each, limit: what to try, as `variants_of` takes them.
-        shapes: on which problems; the suites' first where None. With several, the geometric mean of the times decides.
-        inputs: what Q, K and V hold. The table is made of normal ones alone.
+        grid, each, limit: the variants, as in `variants_of`.
+        shapes: default: the first of the suites. With several, variants are ranked by the geometric mean of times.
+        inputs: kind of inputs. The table uses only normal ones.
 
     Raises:
-        UnknownStageError, ParameterError, UnsupportedError: what was asked for does not exist.
+        UnknownStageError, ParameterError, UnsupportedError: an invalid or unsupported option.
         CompileError: no variant compiles.
-        NoGpuError, LaunchError, MissingPackageError, OutputError: as they say.
+        NoGpuError, LaunchError, MissingPackageError, OutputError: see there.
     """
     stage = registry.get(stage_id)
     shapes = shapes_for(stage, head_dim, shapes)
@@ -324,20 +324,20 @@ def tune(
 
 
 def time(tasks: Sequence[Task], *, plan: Plan, options: Options) -> Path:
-    """Check and time the variants of tasks, those on one problem interleaved; the records go to data/<gpu>/tuning/.
+    """Check and time the variants of tasks, interleaved per problem; records go to data/<gpu>/tuning/.
 
     Returns:
-        The file of `schema.Tuning`. A variant that does not compile or run costs its own rows only.
+        The file of `schema.Tuning`. A variant that does not compile or run affects only its own rows.
 
     Raises:
-        As `bench.measure`; ParameterError for a tunable that a stage lacks, or no such library.
+        FlashlabError: as `bench.measure` does; ParameterError for an unknown tunable or library.
     """
     implementations, cells = _interleaved(tasks)
     return bench.measure(Tuning, implementations, cells, plan=plan, options=options)
 
 
 def _interleaved(tasks: Sequence[Task]) -> tuple[dict[str, Implementation], list[tuple[Problem, list[str]]]]:
-    """What stands behind each name, and the names of each problem."""
+    """The implementations by name, and the names of each problem."""
     implementations: dict[str, Implementation] = {}
     wanted: dict[Problem, dict[str, None]] = {}
     for task in tasks:
@@ -355,7 +355,7 @@ def _interleaved(tasks: Sequence[Task]) -> tuple[dict[str, Implementation], list
 
 
 def _staying(key: Key, arch: str, slug: str, data: Path) -> list[Variant]:
-    """What takes part in every round: the defaults and the table's present choice, which comes last."""
+    """Variants that take part in every round: the defaults, then the current choice of the table."""
     stage, head_dim = registry.get(key.stage), key.problem.head_dim
     # Records may go elsewhere than the table comes from.
     tables_in = data if choice.path_of(slug, data).exists() else DATA
@@ -368,13 +368,14 @@ def tune_all(
     *,
     options: Options = OPTIONS,
 ) -> list[Task]:
-    """`tune` for several short lists: everything is compiled first, then one worker times all, a single round each.
+    """Tune several tasks: compile everything first, then time all in one worker, with a single round each.
 
-    What is tried on one problem is interleaved, whatever its stage, with the libraries that a task names. Where the
-    options say `resume`, a problem is left out of which each variant is on record with the same machine code.
+    Everything timed on a problem, including the libraries of its tasks, is interleaved. With `resume` in the options,
+    problems whose variants are all on record with the same machine code are skipped.
 
     Raises:
-        As `tune`; a task whose stage this GPU does not run, or of which nothing compiles, is announced and left out.
+        FlashlabError: as `tune` does; a task that this GPU does not support, or without a variant that compiles, is
+            skipped with a note.
     """
     here = gpu.info(options.device)
     able = []
@@ -386,7 +387,7 @@ def tune_all(
             able.append(task._replace(variants=tuple(_unique([*staying, *task.variants]))))
         else:
             options.note(
-                f"{stage.id}, {problem.label}: left out, {stage.id} needs {stage.needs} and this GPU is {here.arch}"
+                f"{stage.id}, {problem.label}: skipped, {stage.id} needs {stage.needs} and this GPU is {here.arch}"
             )
     if not able:
         raise ParameterError(f"wanted a stage to tune that runs on {here.arch}, got none")
@@ -406,7 +407,7 @@ def tune_all(
 
 
 def _round(tasks: Sequence[Task], plan: Plan, options: Options) -> tuple[Path, tuple[Tuning, ...]]:
-    """Time the variants of tasks, and add to the file what of each did not compile; the file, and what was timed."""
+    """Time the variants of tasks and append those that did not compile; returns the file, and the timed records."""
     if not any(plan.rotates(task.key.problem) for task in tasks):
         plan = replace(plan, step_samples=0)
     path = time(tasks, plan=plan, options=options)
@@ -424,7 +425,7 @@ def _round(tasks: Sequence[Task], plan: Plan, options: Options) -> tuple[Path, t
 
 
 def estimate_s(tasks: Sequence[Task]) -> float:
-    """How long a plan may take, seconds: start and compilers, then for each variant a check and its samples."""
+    """Estimate the time of a plan in seconds: start and compilation, then a check and samples per variant."""
     libraries = {(task.key.problem, name) for task in tasks for name in task.peers}
     timed = [task.key.problem for task in tasks for _ in range(len(task.variants) + 1)]  # the defaults, too
     timed += [problem for problem, _ in libraries]
@@ -433,7 +434,7 @@ def estimate_s(tasks: Sequence[Task]) -> float:
 
 
 def rank(tunings: Iterable[Tuning], problems: Sequence[Problem]) -> list[Variant]:
-    """The variants that are right on all problems, by the geometric mean of their median times, fastest first."""
+    """Rank the variants that are correct on all problems by the geometric mean of their median times, fastest first."""
     medians: dict[Items, dict[Problem, float]] = {}
     for record in tunings:
         samples = record.samples_of()

@@ -1,7 +1,7 @@
-"""The table of choices, data/<gpu>/tuned.json: made from the records and nothing else, and held against a library.
+"""Builds the table of choices, data/<gpu>/tuned.json, from the records, and compares its choices with a library.
 
-Of every stage and problem it has the fastest variant of the newest round of tuning, and what the newest run of
-`flashlab bench` measured that timed several stages. run/choice.py reads it.
+The table has, for every stage and problem, the fastest variant of the newest tuning round, and the time in the newest
+run of `flashlab bench` that timed several stages. run/choice.py reads it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from flashlab.run.choice import Choice
 
 
 def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
-    """The rows of a GPU's table, from the records alone; by stage, then problem.
+    """Build the rows of a GPU's table from its records, sorted by stage, then problem.
 
-    Of each stage and problem the winner of the newest round that tuned it, and the newest measurement of it in a run
-    that timed another stage there too, else the newest of all: two machines of one product differ by more than some
-    stages do. What a shape, a mask and an element type do not tell apart (records on other inputs) is left out, and so
-    is what names other tunables than the stage has. Where few query rows were timed as a model has them, in a step or
-    else on rotating keys and values (`AS_IN_A_MODEL`), those times count, and records without one are left out.
+    For each stage and problem: the fastest variant of the newest tuning round, and the newest measurement in a run that
+    also timed another stage there, else the newest of all, because two machines of one product differ by more than some
+    stages do. Records on inputs other than normal, and those with tunables that the stage no longer has, are ignored.
+    For few query rows, times in a step, or else on rotating K and V (`AS_IN_A_MODEL`), are used, and records without
+    them ignored.
 
     Raises:
-        NoDataError: no tuning of that GPU is on record.
+        NoDataError: no tuning on that GPU is on record.
     """
     tunings = store.records(gpu_slug, schema.Tuning, data)
     if not tunings:
@@ -82,12 +82,12 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
 
 
 def _plain(problem: Problem) -> bool:
-    """Whether shape, mask and element type say all of a problem, as they must in a table's row."""
+    """Whether shape, mask and dtype describe a problem completely, as a row of the table requires."""
     return problem == Problem.parse(problem.shape, dtype=problem.dtype, mask=problem.mask)
 
 
 def _timed(record: schema.Timed) -> Cache:
-    """What counts of the states that it was timed in: of few query rows the nearest to a model's calls."""
+    """The cache state whose time is used: for few query rows, the one most like calls in a model."""
     few = record.problem.q_len < FEW_ROWS
     return next((cache for cache in AS_IN_A_MODEL if few and record.samples_of("burst", cache)), "hot")
 
@@ -113,16 +113,16 @@ def _row(key: Key, parameters: Mapping[str, int], record: Tuning | Measurement, 
 
 
 def table_text(arch: str, sm_count: int, made: Iterable[ChoiceRow]) -> str:
-    """The text of a GPU's tuned.json: a line a row, so that a change of the table can be read."""
+    """Format tuned.json with one line per row, so that diffs are readable."""
     joined = ",\n  ".join(json.dumps(row.model_dump()) for row in made)
     return f'{{\n"arch": "{arch}",\n"sm_count": {sm_count},\n"rows": [\n  {joined}\n]\n}}\n'
 
 
 def table_of(gpu_slug: str, data: Path = DATA) -> str:
-    """What a GPU's tuned.json has to say, by its records.
+    """Build the text of a GPU's tuned.json from its records.
 
     Raises:
-        NoDataError: there are none.
+        NoDataError: there are no tuning records.
     """
     made = rows(gpu_slug, data)
     seen = store.records(gpu_slug, schema.Tuning, data)[-1].gpu
@@ -133,36 +133,36 @@ def write_table(gpu_slug: str, data: Path = DATA) -> Path:
     """Write data/<gpu>/tuned.json from the records.
 
     Raises:
-        NoDataError: there are none.
-        DamagedRecordError: the one that is there is not what CHECKSUMS lists.
-        OutputError: it cannot be written.
+        NoDataError: there are no tuning records.
+        DamagedRecordError: the existing file does not match CHECKSUMS.
+        OutputError: the file is not writable.
     """
     return store.rewrite(gpu_slug, choice.path_of(gpu_slug, data).name, table_of(gpu_slug, data), data)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What is chosen for a problem on record, beside the library in one process."""
+    """The choice for a recorded problem, compared with the library in the same process."""
 
     problem: Problem
     choice: Choice
     run: str
-    """The newest run that timed both; empty where none did."""
+    """The newest run that timed both; empty if there is none."""
     small_grids: bool
-    """Whether that was a tuning, whose variants suit the problem, and not a run of `flashlab bench`."""
+    """Whether that was a tuning on the problem, not a run of `flashlab bench`."""
     time_us: float | None
     peer_us: float | None
     lender: str = ""
-    """The GPU whose records chose, where they are another one's: a folder name under data/."""
+    """The GPU whose records were used, if another one: folder name under data/."""
 
     @property
     def ratio(self) -> float | None:
-        """How many times faster than the library."""
+        """Speed-up over the library."""
         return self.peer_us / self.time_us if self.peer_us and self.time_us else None
 
 
 def tally(held: Iterable[Held]) -> str:
-    """In how many problems the library is faster, and how many say nothing of that, for people."""
+    """Describe in how many problems the library is faster, and how many have no comparison."""
     ratios = [choice_held.ratio for choice_held in held]
     timed = [ratio for ratio in ratios if ratio is not None]
     slower, lacking = sum(ratio < 1 for ratio in timed), len(ratios) - len(timed)
@@ -173,7 +173,7 @@ def tally(held: Iterable[Held]) -> str:
 
 
 def held_against(gpu_slug: str, data: Path = DATA) -> list[Held]:
-    """What `flashlab.attention` chooses on a GPU for every problem that `BESIDE` was timed on, the worst ratio first.
+    """Compare the choices on a GPU with `BESIDE` on every problem on which it was timed, the worst ratio first.
 
     Raises:
         DamagedRecordError: the table cannot be read.
@@ -218,26 +218,26 @@ def held_against(gpu_slug: str, data: Path = DATA) -> list[Held]:
 
 @dataclass(frozen=True, kw_only=True)
 class LeftOut:
-    """What is chosen for a problem of a table by all other problems of it, and what the table has of that."""
+    """The choice for a problem of a table by all its other problems, and the recorded times."""
 
     problem: Problem
     choice: Choice
-    """The first that the table has a time of at the problem."""
+    """The highest-ranked choice with a recorded time at the problem."""
     time_us: float
-    """The choice's, at the problem."""
+    """Recorded time of the choice at the problem."""
     least_us: float
-    """Of the stages there, the choice among them."""
+    """Least recorded time of any stage at the problem."""
 
 
 LEAST_STAGES = 3
-"""A problem is left out where the table has so many stages: of fewer nearly any choice is the best."""
+"""Minimum number of stages for a problem to be left out; with fewer, nearly any choice is the best."""
 
 
 def left_out(gpu_slug: str, stages: Iterable[str], data: Path = DATA) -> list[LeftOut]:
-    """How good the choice is where nobody measured: each problem of a GPU's table left out, and chosen by the others.
+    """Leave-one-out validation of the choices: each problem of a GPU's table is chosen by all others.
 
     Args:
-        stages: ids; a problem's other rows do not count.
+        stages: ids; rows of other stages are ignored.
 
     Raises:
         DamagedRecordError: the table cannot be read.

@@ -1,7 +1,7 @@
-"""The worker of `bench`, tuning and ablations: checks implementations on a GPU and times those that are right.
+"""Worker of benchmarks, tuning and ablations: checks implementations on a GPU and times the correct ones.
 
-For each problem: make inputs, check every implementation against the float64 oracle with its output poisoned
-beforehand, and time those that passed, interleaved.
+For each problem: create inputs, check every implementation against the float64 oracle on a poisoned output, and time
+those that passed, interleaved.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from flashlab.run.attention import Prepared, prepare
 from flashlab.verify.verdict import POISON_WORD, Oracle, Sample, check
 
 _HEAT_SECONDS = 2.0
-"""Of work before the first sustained measurement of a problem, so that all of them find a warm chip; no more than one
-such measurement takes."""
+"""Load before the first sustained measurement of a problem, so that all of them start on a warm chip; at most the
+duration of one such measurement."""
 _NEAR = 1.1
-"""Of the rows with the log-sum-exp on, those are kept busy that are slower by no more than this factor than the fastest
-of them in bursts."""
+"""Rows with the log-sum-exp are timed under sustained load if their burst time is within this factor of the fastest
+such row."""
 _L2_SIZES, _COPIES, _MEMORY_SHARE = 3, (12, 64), 8
-"""Copies of Q, K and V that calls rotate over: so many times what L2 holds beside the one in hand, not fewer and not
-more than so many, in at most that part of the memory. A few are not enough, however large: a kernel that prefetches
-for the next call and drives out what it has read keeps what it prefetched of each."""
+"""Copies of Q, K and V for rotating calls: multiple of the L2 size beyond the copy in use, minimum and maximum number,
+and maximum share of the memory as 1/n. A few copies never suffice: a kernel that prefetches for the next call and
+evicts what it has read would keep the prefetched part of each."""
 _ALONE = ""
-"""Among graphs of calls: the one without them."""
+"""Name of the CUDA graph without calls."""
 _MODEL_S = 300.0
-"""What making `trained` inputs may take longer than a step of anything else."""
+"""Extra time allowed for a step that makes `trained` inputs."""
 T = TypeVar("T")
 
 
 def copies_beyond_l2(size_bytes: int, info: gpu.GpuInfo) -> int:
-    """Copies of K and V, `size_bytes` together, to rotate over, so that L2 has lost one when its turn comes again."""
+    """Number of copies of K and V, `size_bytes` together, with which L2 has evicted each before it is used again."""
     least, most = _COPIES
     copies = min(most, max(least, 1 + -(-_L2_SIZES * info.l2_bytes // size_bytes)))
     return max(2, min(copies, info.memory_bytes // (_MEMORY_SHARE * size_bytes)))
@@ -57,19 +57,19 @@ def copies_beyond_l2(size_bytes: int, info: gpu.GpuInfo) -> int:
 
 @dataclass
 class Candidate:
-    """An implementation that is ready to be timed: it passed its check, or is not judged."""
+    """An implementation ready for timing, which passed its check or is not judged."""
 
     run: Run
     verdict: Verdict | None
-    """None where it is not judged."""
+    """None if not judged."""
     judge: Callable[[], Verdict | None]
-    """Checks it again, on what its inputs hold by then; `RefusedError` where it is wrong."""
+    """Checks it again on the current inputs; raises `RefusedError` if it is wrong."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """What else its row says."""
+    """Further fields of its row."""
     fallbacks: Callable[[], Fallbacks | None] = lambda: None
-    """Of all checks so far."""
+    """Fallbacks in all checks so far."""
     on: Callable[..., Run] | None = None
-    """The same on other Q, K and V; None where that is not timed."""
+    """Builds the same call on other Q, K and V; None if that is not timed."""
 
 
 class BenchWorker(GpuWorker):
@@ -79,15 +79,15 @@ class BenchWorker(GpuWorker):
         super().__init__(job, send)
         self._plan = Plan(**job["plan"])
         self._oracle = Oracle()
-        """Of the problem in hand, and the layer."""
+        """Reference values of the current problem and layer."""
         self._checked_scores = 0
-        """How many of its scores are compared with the oracle."""
+        """Number of its scores that are compared with the oracle."""
         self._model: Message | None = None
-        """What there is to say of the model that made the inputs in hand; None where none did."""
+        """Description of the model of the current inputs; None unless they are `trained`."""
         self._peers: tuple[Problem | None, dict[str, peers.Attention]] = None, {}
-        """Libraries as built for a problem, whatever its inputs."""
+        """Libraries built for a problem, independent of its inputs."""
         self._copies: dict[peers.Layout, tuple[Any, ...]] = {}
-        """Of Q, K and V in hand, by layout."""
+        """Copies of the current Q, K and V, by layout."""
         self._second = {
             name: implementation.lse_of
             for name, implementation in self.implementations.items()
@@ -96,7 +96,7 @@ class BenchWorker(GpuWorker):
         """Of what is timed with the log-sum-exp on, as what else."""
 
     def work(self) -> None:
-        """Do the job."""
+        """Run the job."""
         self.hold()
         cuda = self.torch.cuda
         with cuda.stream(cuda.Stream(self.device)):  # not the default stream, which no CUDA graph can be captured from
@@ -109,11 +109,11 @@ class BenchWorker(GpuWorker):
                     self.bench(index, problem, names)
 
     def row(self, cell: int, name: str, row: Mapping[str, Any]) -> None:
-        """Say what came of an implementation, and of which model its inputs are."""
+        """Send the row of an implementation, with the model of its inputs."""
         super().row(cell, name, {**row, "trained": self._model} if self._model else row)
 
     def _each(self, cell: int, names: Sequence[str], what: str, act: Callable[[str], T]) -> dict[str, T]:
-        """What comes of each implementation; the row of one that gives none is sent."""
+        """Apply `act` to each implementation; for those that fail, send the row."""
         made: dict[str, T] = {}
         for name in names:
             self.step(cell, name, what)
@@ -132,7 +132,7 @@ class BenchWorker(GpuWorker):
     # -- inputs
 
     def bench(self, cell: int, problem: Problem, names: Sequence[str]) -> None:
-        """Check and time implementations on a problem, and send a row of each."""
+        """Check and time implementations on a problem, and send a row for each."""
         trained = problem.inputs == TRAINED
         self.step(cell, "", "make inputs", extra_s=_MODEL_S if trained else 0.0)
         self._oracle, self._copies, self._model = Oracle(), {}, None  # of the problem before: its memory goes with it
@@ -159,7 +159,7 @@ class BenchWorker(GpuWorker):
         self.time(cell, problem, ready, plan, tensors, layers)
 
     def _load(self, tensors: Sequence[Any], layer: Sequence[Any]) -> None:
-        """Put other values into Q, K and V."""
+        """Replace the values of Q, K and V."""
         self._oracle = Oracle()  # of the values before: its memory goes with it
         for tensor, values in zip(tensors, layer, strict=True):
             if tensor is not values:
@@ -172,11 +172,11 @@ class BenchWorker(GpuWorker):
     # -- candidates
 
     def candidate(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> Candidate:
-        """An implementation, made ready and checked.
+        """Prepare and check an implementation.
 
         Raises:
-            UnsupportedError, MissingPackageError: it cannot do the problem here.
-            RefusedError: it is wrong.
+            UnsupportedError, MissingPackageError: it does not support the problem here.
+            RefusedError: its output is wrong.
         """
         implementation = self.implementations[name]
         return (
@@ -295,7 +295,7 @@ class BenchWorker(GpuWorker):
         tensors: Sequence[Any],
         layers: Sequence[Sequence[Any]],
     ) -> None:
-        """Time all that is ready, interleaved, and send their rows; of inputs with layers, on one after the other."""
+        """Time all ready implementations, interleaved, and send their rows; layers of inputs one after the other."""
         timer = Timer(self._backend, seed=self.job["seed"])
         taken: dict[str, list[Samples]] = {name: [] for name in ready}
         hot: list[Mapping[str, Samples]] = []
@@ -347,7 +347,7 @@ class BenchWorker(GpuWorker):
             self.row(cell, name, {"verdict": call.verdict, "samples": taken[name], **call.fields, **fallbacks})
 
     def _on_copies(self, ready: Mapping[str, Candidate], tensors: Sequence[Any]) -> dict[str, list[Run]]:
-        """Each as calls on several copies of the tensors, which L2 has lost when they come again."""
+        """Build calls on several copies of the tensors, each of which L2 has evicted before it is used again."""
         copies = copies_beyond_l2(sum(x.numel() * x.element_size() for x in tensors[1:]), self.info)
         others = [tuple(x.clone() for x in tensors) for _ in range(copies - 1)]
         return {
@@ -359,7 +359,7 @@ class BenchWorker(GpuWorker):
     def _steps(
         self, timer: Timer, cell: int, calls: Mapping[str, Sequence[Run]], q: Any, plan: Plan
     ) -> dict[str, Samples]:
-        """Of one call in a CUDA graph, behind a kernel that writes q: what the graph takes longer than without it."""
+        """Time one call in a CUDA graph, after a kernel that writes q, as the difference to the graph without calls."""
         cuda = self.torch.cuda
         copies = min(map(len, calls.values()))
         count = -(-STEP_CALLS // copies) * copies
@@ -397,9 +397,9 @@ class BenchWorker(GpuWorker):
     def _sustained_names(
         self, problem: Problem, ready: Mapping[str, Candidate], plan: Plan, hot: Mapping[str, Samples]
     ) -> list[str]:
-        """What is called for seconds, from the slowest to the fastest, without a pause between them.
+        """Names to time under sustained load, from the slowest to the fastest, without pauses.
 
-        So what is compared most closely runs one after the other, on a chip that the one before kept warm.
+        The closest competitors thus run one after the other, on a chip kept warm by the previous one.
         """
         second = self._second
         near_us = _NEAR * min((hot[name].median_us for name in ready if name in second), default=0.0)
@@ -411,9 +411,9 @@ class BenchWorker(GpuWorker):
         return sorted(long, key=lambda name: -hot[name].median_us)
 
     def _checked_again(self, cell: int, number: int, ready: Mapping[str, Candidate]) -> dict[str, Candidate]:
-        """Those that are right on another layer too; each keeps the verdict that came closest to its limit.
+        """Check again on another layer; keeps the correct ones, each with the verdict closest to its limit.
 
-        But for the overall errors, which are over the layers so far: the same rows of all implementations.
+        Overall errors are over all layers so far, for the same rows of all implementations.
         """
 
         def judged(name: str) -> Candidate:
@@ -434,12 +434,12 @@ def _in_turn(runs: Sequence[Run]) -> Run:
 
 
 def _closeness(verdict: Verdict) -> float:
-    """An error over its limit; 0 where there is none."""
+    """Maximum ratio of an error to its limit; 0 without errors."""
     return (verdict.max_abs_error or 0.0) / verdict.max_abs_limit if verdict.max_abs_limit else 0.0
 
 
 def _over_layers(before: Verdict | None, verdict: Verdict | None, layers: int) -> Verdict | None:
-    """The verdict closer to its limit, with overall errors over `layers` layers before and one more."""
+    """The verdict closer to its limit, with overall errors over `layers` earlier layers and this one."""
     if before is None or verdict is None:
         return verdict
     chosen = verdict if _closeness(verdict) > _closeness(before) else before
