@@ -256,10 +256,14 @@ class _Unexportable:
     ("changes", "error", "words"),
     [
         ({"device": "tpu"}, errors.ParameterError, "device: wanted cpu, gpu, cuda"),
-        ({"q": _OnGpu(), "device": "cpu"}, errors.DeviceError, r"q: wanted NumPy .* on a GPU.*cupy.asnumpy\(q\)"),
-        ({"k": _OnGpu()}, errors.DeviceError, r"k: wanted NumPy .* on a GPU"),
-        ({"v": [1.0]}, errors.DeviceError, "v: wanted NumPy .*, got list"),
-        ({"v": None}, errors.DeviceError, "v: wanted NumPy .*, got None$"),
+        (
+            {"q": _OnGpu(), "device": "cpu"},
+            errors.DeviceError,
+            r"q: wanted a NumPy array, .* on a GPU.*cupy.asnumpy\(q\)",
+        ),
+        ({"k": _OnGpu()}, errors.DeviceError, r"k: wanted a NumPy array, .* on a GPU"),
+        ({"v": [1.0]}, errors.DeviceError, "v: wanted a NumPy array, .*, got list"),
+        ({"v": None}, errors.DeviceError, "v: wanted a NumPy array, .*, got None$"),
         ({"stream": 0}, errors.ParameterError, "stream: wanted None"),
         ({"stage": "99_none"}, errors.UnknownStageError, "00_naive"),
         ({"params": {"NONE": 1}}, errors.ParameterError, "no parameter"),
@@ -405,7 +409,7 @@ def test_unsound_arrays_are_refused(arrays: Any, error: type[Exception], words: 
         (
             {"scale": 1e39},
             errors.ParameterError,
-            r"scale: wanted a number of magnitude at most 2.36e\+38, .* got 1e\+39",
+            r"scale: wanted a finite number of magnitude at most 2.36e\+38, .* got 1e\+39",
         ),
         ({"scale": -3e38}, errors.ParameterError, "finite"),
         ({"scale": 10**400}, errors.ParameterError, "finite"),

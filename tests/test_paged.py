@@ -465,7 +465,7 @@ def test_torch_tensors_and_a_cache_of_tokens_before_heads() -> None:
             errors.DTypeError,
             r'v_cache: wanted .* got float8_e4m3fn\. `v_cache\.astype\("float16"\)` works',
         ),
-        ({"scale": float("nan")}, errors.ParameterError, "scale: wanted a number of magnitude"),
+        ({"scale": float("nan")}, errors.ParameterError, "scale: wanted a finite number of magnitude"),
         ({"stream": 0}, errors.ParameterError, "stream: wanted None"),
         (
             {"stage": READY},

@@ -620,7 +620,7 @@ def test_a_document_is_not_written_over_a_falsified_one(data: Path) -> None:
     path = data / SLUG / "machine.json"
     path.write_text(path.read_text(encoding="utf-8").replace('"2"', '"3"'), encoding="utf-8")
     before = path.read_bytes()
-    with pytest.raises(DamagedRecordError, match=r"as CHECKSUMS lists it.*Restore it with git"):
+    with pytest.raises(DamagedRecordError, match=r"to match CHECKSUMS before replacing it.*Restore it with git"):
         store.write_machine(Machine(gpu=GPU, host={"cores": "2"}), data)
     assert path.read_bytes() == before
     path.unlink()

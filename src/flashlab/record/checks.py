@@ -1,8 +1,7 @@
-"""Comparisons of stages with the oracle on record: how a file of them is written, and read.
+"""Records of checks against the oracle: writing and reading.
 
-A comparison is no timing: one stage on one problem in one layout, and what the oracle said. Thousands of them stand in
-a file under data/<gpu>/checks, random or flash-attention, so that a line holds those of a case, and a number has three
-digits.
+A comparison is one stage on one problem in one layout, with the verdict, and no timing. Files under data/<gpu>/checks,
+random or flash-attention have thousands of them, so that a line has all of a case, and numbers have three digits.
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ from flashlab.record.schema import Base, Label, Prose, Status, Verdict
 
 
 class Fallbacks(NamedTuple):
-    """How often a call left the fast path: the counters behind `AttentionParams.fallbacks`, in tiles of a warp."""
+    """Number of warp tiles in which a call left the fast path: the counters of `AttentionParams.fallbacks`."""
 
     renormalized: int
-    """Whose reference was moved."""
+    """Tiles whose reference maximum was updated."""
     recomputed: int
-    """Whose scores were computed again."""
+    """Tiles whose scores were recomputed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmulatorVerdict:
-    """What the emulator says of the inputs a GPU was given."""
+    """Verdict of the emulator on the inputs of a GPU."""
 
     status: Status
-    """`ok` where the emulator passes the check and agrees with the chip."""
+    """`ok` if the emulator passes the check and agrees with the GPU."""
     reason: Prose
     shape: Label | None
-    """What was emulated: the problem, or of a large one some of its heads."""
+    """The emulated problem, which for a large one has fewer heads."""
     verdict: Verdict | None
     """The emulator's output against the oracle."""
     agreement: Verdict | None
-    """The chip's output against the emulator's, within the same limits."""
+    """The GPU's output against the emulator's, within the same limits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,29 +54,28 @@ class CheckRow:
     problem: Problem
     layout: Label = ""
     status: Status
-    """`ok` is passed."""
+    """`ok` if passed."""
     reason: Prose = ""
     verdict: Verdict | None = None
     schedule: str = ""
-    """On a CPU: the order in which warps took their turns."""
+    """On a CPU: the warp order."""
     findings: tuple[str, ...] = ()
-    """On a CPU, where races were looked for: everything found."""
+    """On a CPU, with race detection: all findings."""
     fallbacks: Fallbacks | None = None
-    """How often the kernel left its fast path; None where it did not come to an end."""
+    """How often the kernel left its fast path; None if it did not finish."""
     emulator: EmulatorVerdict | None = None
-    """On a GPU, where the emulator was asked too."""
+    """On a GPU, if the case was also emulated."""
 
 
 FORMAT = 3
-"""Of a file of comparisons: a first line with what holds for all of them, then a line for each case, a problem in a
-layout. In a file whose first line names no format, the first one's, a line is a comparison and holds everything.
-`read_lines` reads both alike."""
+"""File format: a header line, then one line per case, i.e. problem and layout. In the first format, whose files name no
+format, each line is a complete comparison. `read_lines` reads both."""
 _DIGITS = 3
 _ERRORS = ("max_abs", "rms", "lse")
 
 
 class Header(Base):
-    """What holds for every comparison of a file."""
+    """Header of a file, common to all its comparisons."""
 
     model_config = ConfigDict(extra="ignore")  # a line of the first format holds the comparison too
 
@@ -88,7 +86,7 @@ class Header(Base):
 
 @dataclass(frozen=True, kw_only=True)
 class Compared(CheckRow):
-    """A comparison on record. Errors have few digits there."""
+    """A recorded comparison. Errors have three digits."""
 
     header: Header
 
@@ -97,11 +95,11 @@ _COMPARED = TypeAdapter(list[Compared])
 
 
 def case_line(rows: Sequence[CheckRow]) -> dict[str, Any]:
-    """The comparisons of one case, short.
+    """Encode the comparisons of one case compactly.
 
-    `ok` has the numbers of each stage that passed: errors, then limits, in the order of `_ERRORS`, with few digits;
-    where the emulator was asked, the same of its output, and of the two compared. `emulated` is what it ran. `other`
-    has what did not pass. `inputs` is the kind where it is not normal, `fallbacks` the counts of stages that had any.
+    `ok` has the numbers of each stage that passed: errors, then limits, in the order of `_ERRORS`, with few digits; if
+    emulated, also those of the emulator's output, and of the comparison of both. `emulated` is the emulated problem.
+    `other` has failures, `inputs` the kind unless normal, `fallbacks` the nonzero counts by stage.
     """
     problem, passed = rows[0].problem, [row for row in rows if _passed(row)]
     fallbacks = {row.stage: row.fallbacks for row in rows if row.fallbacks and any(row.fallbacks)}
@@ -124,19 +122,19 @@ def _passed(row: CheckRow) -> bool:
 
 
 def _verdicts(row: CheckRow) -> list[Verdict]:
-    """Of the stage and, where the emulator was asked, of that and of the two compared."""
+    """Verdicts of the stage and, if emulated, of the emulator and of the comparison of both."""
     said = (row.verdict, *((row.emulator.verdict, row.emulator.agreement) if row.emulator else ()))
     return [verdict for verdict in said if verdict is not None]
 
 
 def _numbers(verdict: Verdict) -> list[float | None]:
-    """Errors, then limits, each with few digits."""
+    """Errors, then limits, rounded to few digits."""
     numbers = (getattr(verdict, f"{name}_{side}") for side in ("error", "limit") for name in _ERRORS)
     return [None if number is None else float(f"{number:.{_DIGITS}g}") for number in numbers]
 
 
 def _compact(said: CheckRow | EmulatorVerdict, names: Sequence[str]) -> dict[str, Any]:
-    """Those fields of it that say something, verdicts short."""
+    """Encode the named fields that are not empty, with compact verdicts."""
     line: dict[str, Any] = {}
     for name in names:
         value = getattr(said, name)
@@ -151,22 +149,22 @@ def _compact(said: CheckRow | EmulatorVerdict, names: Sequence[str]) -> dict[str
 
 
 def _verdict(error: Sequence[float | None], limit: Sequence[float | None], failed: str | None = None) -> dict[str, Any]:
-    """The fields of a verdict that was made short."""
+    """Decode the fields of a compact verdict."""
     numbers = {f"{name}_error": number for name, number in zip(_ERRORS, error, strict=True)}
     numbers |= {f"{name}_limit": number for name, number in zip(_ERRORS, limit, strict=True)}
     return {"passed": failed is None, "reason": failed or "", **numbers}
 
 
 def _expanded(said: Mapping[str, Any], *verdicts: str) -> dict[str, Any]:
-    """What `_compact` made short, with every field."""
+    """Decode the result of `_compact`."""
     return {"reason": "", **said} | {name: said.get(name) and _verdict(**said[name]) for name in verdicts}
 
 
 def read_lines(path: Path) -> tuple[Compared, ...]:
-    """The comparisons in a file of either format; read once while its content stays.
+    """Read the comparisons in a file of either format; cached while the file is unchanged.
 
     Raises:
-        DamagedRecordError: a line that is none.
+        DamagedRecordError: a line is invalid.
     """
     return _read(path, signature(path))
 
@@ -195,7 +193,7 @@ def _read(path: Path, _: tuple[int, ...]) -> tuple[Compared, ...]:
 
 
 def _compared(line: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The comparisons of a line of `case_line`, as `Compared` takes them."""
+    """Decode a line of `case_line` into fields of `Compared`."""
     what = {"dtype": line["dtype"], "mask": line["mask"], "inputs": line.get("inputs", NORMAL)}
     what |= {name: line[name] for name in FEATURES if name in line}
     comparisons = []

@@ -1,7 +1,7 @@
-"""Take over records that another machine made: whole files, each once, and only where all of it is sound.
+"""Imports records of other machines: complete, valid files, without duplicates.
 
-Nothing that is read is executed or rendered. A file of records keeps its name, which is its run's, so that the same run
-that comes twice is there once.
+Nothing that is read is executed or rendered. Files keep their names, which are run ids, so that a run imported twice
+exists once.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from flashlab.record import schema, store
 
 @dataclass(frozen=True, kw_only=True)
 class Collected:
-    """What came of one GPU's folder."""
+    """Result of importing one GPU's folder."""
 
     gpu: str
     folder: Path
-    """Where it came from."""
+    """The source folder."""
     taken: tuple[str, ...]
-    """Files, relative to data/<gpu>."""
+    """Imported files, relative to data/<gpu>."""
     known: tuple[str, ...]
-    """Files that were there already."""
+    """Files that existed already."""
 
 
 def collect(folders: Sequence[Path], data: Path = DATA, *, commit: str = "") -> tuple[Collected, ...]:
-    """Add the records in other data folders to `data`; either all of them or, where one is refused, none.
+    """Import the records of other data folders into `data`; all of them, or none if one is rejected.
 
     Args:
-        folders: each a data folder with GPUs' folders in it, or one GPU's.
-        commit: only runs of this commit, or of one that begins so.
+        folders: data folders with GPU folders, or GPU folders.
+        commit: only import runs of this commit, or commit prefix.
 
     Raises:
-        NoDataError: a folder without records.
-        DamagedRecordError: one with records that are not as its CHECKSUMS says, or otherwise unsound; a run that is
-            here with another content; or new runs of several commits, or of a tree that differed from its commit.
-        OutputError: `data` cannot be written.
+        NoDataError: a folder has no records.
+        DamagedRecordError: records are damaged, a run exists here with other contents, or the new runs are of several
+            commits or of a modified tree.
+        OutputError: `data` is not writable.
     """
     collected = []
     plan: list[tuple[Path, Path]] = []
@@ -74,10 +74,10 @@ def collect(folders: Sequence[Path], data: Path = DATA, *, commit: str = "") -> 
 
 
 def _gpus_in(folder: Path) -> list[Path]:
-    """The GPUs' folders that a folder is or has.
+    """The GPU folders in a folder, or the folder itself.
 
     Raises:
-        NoDataError: none.
+        NoDataError: there is none.
     """
     folder = folder.resolve()
     single = (folder / store.CHECKSUMS).is_file()
@@ -91,10 +91,10 @@ def _gpus_in(folder: Path) -> list[Path]:
 
 
 def _is_there(path: Path, target: Path) -> bool:
-    """Whether the same records are at `target` already; what was appended to since is taken anew.
+    """Whether the same records exist at `target`; False if `path` has additional lines.
 
     Raises:
-        DamagedRecordError: others of the same name are.
+        DamagedRecordError: `target` has other records.
     """
     if not target.is_file():
         return False
@@ -117,7 +117,7 @@ def _of_one_commit(source: Path, new: Iterable[Path]) -> None:
 
 
 def _rehearse(plan: Sequence[tuple[Path, Path]], data: Path) -> None:
-    """Raises where the folder would not be sound with the new files in it: a copy of a run under another name, say."""
+    """Raise `DamagedRecordError` if the new files would make the folder invalid, e.g. by duplicating a run."""
     with tempfile.TemporaryDirectory(prefix="flashlab-") as name:
         for gpu in {target.relative_to(data).parts[0] for _, target in plan}:
             scratch = Path(name) / gpu

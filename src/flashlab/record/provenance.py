@@ -1,8 +1,8 @@
-"""Which code, which software and which start of a machine made a record.
+"""Provenance of records: code, software and machine start.
 
-In a git checkout the commit comes from git. A copy without `.git` (a GPU machine that got the tree and a bundle of
-wheels) has it from `build/bundle/provenance.json`, which `make bundle` writes: the commit, and a digest of the files
-that decide a result, so that a copy edited since says so.
+In a git checkout, the commit comes from git. A copy without `.git` (a GPU machine that received the tree and a bundle
+of wheels) reads it from `build/bundle/provenance.json`, written by `make bundle`, with a digest of the files that
+affect results, which reveals later edits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flashlab.kernels.peers import DISTRIBUTIONS
 from flashlab.record.schema import Source, Start
 
 DECIDING = ("kernels", "src", "notebooks", "pyproject.toml", "constraints.txt")
-"""Files and folders that decide a result; a change elsewhere (pages, tests, data) leaves a record clean."""
+"""Files and folders that affect results; changes elsewhere (pages, tests, data) leave a record clean."""
 _BYPRODUCTS = ("__pycache__", ".ipynb_checkpoints")
 _BUNDLED = Path("build/bundle/provenance.json")
 
@@ -48,29 +48,29 @@ PACKAGES = (
     "cuda-bench",
     "papermill",
 )
-"""Distributions that a record names, where installed."""
+"""Distributions whose versions are recorded, if installed."""
 
 
 RENTED = {"instance": "FLASHLAB_INSTANCE", "usd_per_gpu_hour": "FLASHLAB_USD_PER_GPU_HOUR"}
-"""Variables by which whoever rents a machine says what it is, by the field of `Start`. No other gets into a record."""
+"""Environment variables that describe a rented machine, by field of `Start`. No others are recorded."""
 
 UNKNOWN = Source(commit="unknown", dirty=True)
 
 
 def source(root: Path = ROOT) -> Source:
-    """The commit of the tree at `root`, and whether the deciding files differ from it.
+    """Return the commit of the tree at `root`, and whether files that affect results differ from it.
 
-    From git where there is a commit, else from the bundle, else `UNKNOWN`. Never raises.
+    From git, else from the bundle, else `UNKNOWN`. Never raises.
     """
     # A `.git` without a commit says nothing: some tools make an empty one around a copied tree.
     return _from_git(root) or _from_bundle(root) if (root / ".git").exists() else _from_bundle(root)
 
 
 def write(path: Path, root: Path = ROOT) -> None:
-    """Write the commit and digest of the tree at `root` for a copy that will have no `.git`.
+    """Write the commit and digest of the tree at `root`, for a copy without `.git`.
 
     Raises:
-        OutputError: `path` cannot be written.
+        OutputError: `path` is not writable.
     """
     content = {**source(root).model_dump(), "sha256": digest(root), "files": list(DECIDING)}
     try:
@@ -80,7 +80,7 @@ def write(path: Path, root: Path = ROOT) -> None:
 
 
 def digest(root: Path = ROOT) -> str:
-    """One sha256 over path and content of every deciding file under `root`."""
+    """SHA-256 over paths and contents of all files under `root` that affect results."""
     total = hashlib.sha256()
     for path in sorted(_deciding_files(root), key=lambda path: path.relative_to(root).as_posix()):
         name = path.relative_to(root).as_posix()
@@ -89,7 +89,7 @@ def digest(root: Path = ROOT) -> str:
 
 
 def software() -> dict[str, str]:
-    """Versions of Python and of each of `PACKAGES` that is installed, from their metadata: nothing is imported."""
+    """Versions of Python and of installed `PACKAGES`, from metadata, without importing them."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -101,12 +101,12 @@ def software() -> dict[str, str]:
 
 
 def start(proc: Path = Path("/proc")) -> dict[str, Any] | None:
-    """The start of this machine, as `schema.Start` takes it; None where the system does not say.
+    """Return the start of this machine, as fields of `schema.Start`; None if unknown.
 
-    `RENTED` has the variables that say what is rented.
+    Includes the variables of `RENTED`.
 
     Raises:
-        ParameterError: one of them is no name, or no price.
+        ParameterError: one of them is not a valid name or price.
     """
     try:
         boot_id = (proc / "sys" / "kernel" / "random" / "boot_id").read_text(encoding="utf-8").strip()
@@ -152,11 +152,11 @@ def _from_git(root: Path) -> Source | None:
 
 
 def git(root: Path, *arguments: str, missing: str | None = None) -> str:
-    """What git says there; `missing` where it fails and that is given.
+    """Run git in `root` and return its output, or `missing`, if given, on failure.
 
     Raises:
-        OSError: there is no git.
-        subprocess.CalledProcessError: it fails.
+        OSError: git is not installed.
+        subprocess.CalledProcessError: git failed.
     """
     # A container often runs as another user than the one who owns the checkout, which git refuses unless told.
     command = ["git", "-c", f"safe.directory={root}", "-c", "core.quotePath=false", "-C", str(root), *arguments]

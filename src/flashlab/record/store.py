@@ -1,6 +1,6 @@
-"""The files that hold records: appended to, read once a process, sealed and verified; schema.py has the lines.
+"""Files of records: appending, cached reading, checksums, verification and repair. schema.py defines the lines.
 
-    data/main_gpu                   the GPU that pages show where nobody names one
+    data/main_gpu                   the GPU that pages show by default
     data/<gpu>/machine.json         the machine the runs were made on
     data/<gpu>/runs/<run>.jsonl     records of one run; never rewritten
     data/<gpu>/tuning/<run>.jsonl   stages with other values of their tunables, `flashlab tune`
@@ -23,8 +23,8 @@
     data/<gpu>/aside/<run>.jsonl    lines that were cut short, and where they stood, `flashlab repair`
     data/<gpu>/CHECKSUMS            sha256 of every file above, `sha256sum -c` reads it
 
-A record carries everything needed to judge it: every sample, the verdict, the machine code's digest and resources,
-clocks, software versions, the commit and whether the tree differed from it.
+A record contains everything needed to judge it: all samples, the verdict, digest and resources of the machine code,
+clocks, software versions, the commit, and whether the tree differed from it.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ FOLDERS: Mapping[type[BaseModel], str] = {
     schema.StageCounters: "counters",
     schema.PatternCounters: "counters",
 }
-"""The folder under data/<gpu> whose files hold lines of a kind."""
+"""Folder below data/<gpu> of each kind of line."""
 CHECKSUMS = "CHECKSUMS"
 MAIN = "main_gpu"
 """The file under data/ that names the main GPU: see `gpus`."""
@@ -93,7 +93,7 @@ _PARSERS: Mapping[str, Callable[[bytes], Any]] = {
 
 @dataclass(frozen=True)
 class Damage:
-    """A line or file that cannot be trusted."""
+    """A damaged line or file."""
 
     path: Path
     line: int | None
@@ -105,9 +105,9 @@ class Damage:
 
 
 def append(path: Path, record: BaseModel) -> None:
-    """Append one record to a file of its kind and flush it to disk, so that a crash later loses nothing.
+    """Append a record to a file of its kind and flush it to disk.
 
-    The folder of the GPU is locked meanwhile, so that no process that writes CHECKSUMS reads a part of the line.
+    Locks the folder of the GPU, so that no process that writes CHECKSUMS reads a partial line.
     """
     with locked(path.parents[1]):
         _append(path, record)
@@ -127,7 +127,7 @@ def _append(path: Path, record: BaseModel) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A record, and where it lies."""
+    """A record with its file and line."""
 
     record: Any
     path: Path
@@ -139,7 +139,7 @@ class Line:
 def _parsed(
     path: Path, parse: Callable[[bytes], Any], _: tuple[int, ...]
 ) -> tuple[tuple[Line, ...], tuple[Damage, ...]]:
-    """A file's sound lines, and its others; parsed once a process while its `signature` stays."""
+    """The valid lines of a file, and its damage; cached while the `signature` is unchanged."""
     lines: list[Line] = []
     damage: list[Damage] = []
     for number, raw in enumerate(path.read_bytes().split(b"\n"), start=1):
@@ -160,11 +160,11 @@ def _parsed(
 
 
 _AHEAD = timedelta(days=1)
-"""So far a clock may be ahead of the one that reads."""
+"""Maximum clock skew between the recording and the reading machine."""
 
 
 def _in_future(record: Any) -> str:
-    """That a record is dated after now, by the clock here; empty where it is not."""
+    """Describe a record that is dated in the future; empty otherwise."""
     for name, said in (("time", getattr(record, "time", "")), ("run", getattr(record, "run", "")[:16])):
         at = datetime.fromisoformat(said) if said else datetime.now(UTC)
         if (at if at.tzinfo else at.replace(tzinfo=UTC)) > datetime.now(UTC) + _AHEAD:
@@ -173,13 +173,13 @@ def _in_future(record: Any) -> str:
 
 
 def _series(record: Any) -> tuple[Samples, ...]:
-    """A record's samples, of one or several states; none where it has none."""
+    """Samples of a record, in all states; may be empty."""
     samples = getattr(record, "samples", ())
     return samples if isinstance(samples, tuple) else (samples,) if isinstance(samples, Samples) else ()
 
 
 def _impossible(record: Any) -> str:
-    """What is faster than the GPU's tensor cores at their highest clock; empty where nothing is."""
+    """Describe samples that exceed the tensor-core peak at the maximum clock; empty if there are none."""
     gpu = getattr(record, "gpu", None)
     peak = gpu.tensor_tflops(gpu.max_sm_clock_mhz) if isinstance(gpu, schema.Gpu) else None
     if peak is None or not hasattr(record, "samples"):
@@ -198,27 +198,27 @@ def _impossible(record: Any) -> str:
 
 
 def read(path: Path, kind: type[T]) -> tuple[tuple[T, ...], tuple[Damage, ...]]:
-    """The records of one kind in a file, and the lines that could not be read.
+    """Read the records of one kind in a file, and its damage.
 
     Args:
-        path: a file of that kind's folder, wherever it lies.
+        path: a file in a folder of that kind, anywhere.
     """
     lines, damage = _parsed(path, _PARSERS[FOLDERS[kind]], signature(path))
     return tuple(line.record for line in lines if isinstance(line.record, kind)), damage
 
 
 def records(gpu: str, kind: type[T], data: Path = DATA) -> tuple[T, ...]:
-    """Every sound record of one kind, of `FOLDERS`, on a GPU, oldest file first; empty where there is none."""
+    """Read all valid records of one kind, of `FOLDERS`, on a GPU, the oldest file first; may be empty."""
     return tuple(line.record for line in lines(gpu, FOLDERS[kind], data) if isinstance(line.record, kind))
 
 
 def files(folder: Path) -> tuple[Path, ...]:
-    """The files of a folder that are named by a run's id, oldest first; no links."""
+    """Files of a folder that are named by a run id, the oldest first, without links."""
     return tuple(p for p in sorted(folder.glob("*.jsonl")) if re.match(schema.RUN, p.stem) and not p.is_symlink())
 
 
 def record_files(gpu: str, data: Path = DATA) -> tuple[Path, ...]:
-    """A GPU's files of every known kind, for whoever copies them: records, documents and CHECKSUMS; nothing else."""
+    """All files of a GPU of known kinds: records, documents and CHECKSUMS."""
     folder = data / gpu
     single = [folder / name for name in (CHECKSUMS, *_DOCUMENTS)]
     paths = [
@@ -228,7 +228,7 @@ def record_files(gpu: str, data: Path = DATA) -> tuple[Path, ...]:
 
 
 def lines(gpu: str, folder: str = "runs", data: Path = DATA) -> tuple[Line, ...]:
-    """Every sound record in a GPU's folder, one of `FOLDERS`, that was not `withdrawn`, oldest file first."""
+    """Read all valid records in a folder of a GPU, one of `FOLDERS`, without `withdrawn` ones, oldest file first."""
     back = withdrawn(gpu, data)
     return tuple(
         line for line in _lines(gpu, folder, data) if not any(withdrawal.takes_back(line.record) for withdrawal in back)
@@ -241,10 +241,10 @@ def _lines(gpu: str, folder: str, data: Path) -> tuple[Line, ...]:
 
 
 def withdrawn(gpu: str, data: Path = DATA) -> tuple[schema.Withdrawn, ...]:
-    """What data/<gpu>/withdrawn.json takes back; empty where there is none.
+    """Read data/<gpu>/withdrawn.json; empty if there is none.
 
     Raises:
-        DamagedRecordError: the file is no such document.
+        DamagedRecordError: the file is invalid.
     """
     path = data / gpu / "withdrawn.json"
     try:
@@ -254,12 +254,12 @@ def withdrawn(gpu: str, data: Path = DATA) -> tuple[schema.Withdrawn, ...]:
 
 
 def sanitized(gpu: str, data: Path = DATA) -> tuple[Sanitized, ...]:
-    """The newest record of each of compute-sanitizer's tools and stage on a GPU; empty where there is none."""
+    """The newest record of each compute-sanitizer tool and stage on a GPU; may be empty."""
     return tuple({(record.tool, record.stage): record for record in records(gpu, Sanitized, data)}.values())
 
 
 def extent(gpu: str, data: Path = DATA) -> str:
-    """How many sound records of runs there are of a GPU, and how many were withdrawn: `812 records in 4 runs`."""
+    """Describe the number of valid and withdrawn records of a GPU: `812 records in 4 runs`."""
     kept, total = len(lines(gpu, "runs", data)), len(_lines(gpu, "runs", data))
     withdrawn = total - kept
     back = f", and {several(withdrawn, 'record')} that {'was' if withdrawn == 1 else 'were'} withdrawn"
@@ -267,7 +267,7 @@ def extent(gpu: str, data: Path = DATA) -> str:
 
 
 def count_samples(gpu: str, data: Path = DATA) -> dict[str, int]:
-    """Raw samples of stages and libraries on record for a GPU, by folder; those of ceilings are not counted."""
+    """Number of recorded samples of stages and libraries of a GPU, by folder, without ceilings."""
     counts: dict[str, int] = {}
     kinds: tuple[type[Any], ...] = (Measurement, schema.Tuning, schema.Ablation, schema.Part, schema.Reading)
     for kind in kinds:
@@ -281,10 +281,9 @@ def _is_slug(name: str) -> bool:
 
 
 def gpus(data: Path = DATA, folder: str = "runs") -> tuple[str, ...]:
-    """GPUs that have at least one file of runs, or of another folder of records; the main one first.
+    """GPUs with at least one file in a folder of records, by default of runs; the main one first.
 
-    It is the one that `data/main_gpu` names. The others, and all where there is no such file, are in the order of how
-    much is on record of each, so that a few later runs of another GPU never take its place.
+    The main GPU is named by `data/main_gpu`. The others, or all without that file, are sorted by the number of records.
     """
     if not data.is_dir():
         return ()
@@ -295,20 +294,20 @@ def gpus(data: Path = DATA, folder: str = "runs") -> tuple[str, ...]:
 
 
 def main_gpu(data: Path = DATA) -> str:
-    """The GPU that `data/main_gpu` names; empty where there is no such file."""
+    """The GPU named by `data/main_gpu`; empty without that file."""
     return (data / MAIN).read_text(encoding="utf-8").strip() if (data / MAIN).is_file() else ""
 
 
 def folders(data: Path = DATA) -> tuple[str, ...]:
-    """The folders of all GPUs, whatever they hold."""
+    """Folders of all GPUs, with any contents."""
     return tuple(sorted(p.name for p in data.iterdir() if p.is_dir())) if data.is_dir() else ()
 
 
 def require_runs(gpu: str | None, data: Path = DATA) -> str:
-    """The GPU named, else the main one.
+    """Return the given GPU, by default the main one, after checking that it has runs.
 
     Raises:
-        NoDataError: it has no run.
+        NoDataError: the GPU has no runs.
     """
     known = gpus(data)
     name = gpu or next(iter(known), None)
@@ -321,12 +320,12 @@ def require_runs(gpu: str | None, data: Path = DATA) -> str:
 
 
 def measurements(gpu: str, data: Path = DATA) -> tuple[Measurement, ...]:
-    """Stages and libraries on record of a GPU, oldest file first; no row `with_lse`. Empty where there is none."""
+    """Recorded rows of stages and libraries of a GPU, the oldest file first, without rows `with_lse`; may be empty."""
     return tuple(row for row in records(gpu, Measurement, data) if not row.with_lse)
 
 
 def newest_ceilings(gpu: str, data: Path = DATA) -> dict[str, Ceiling]:
-    """The newest reading of each ceiling; may be empty."""
+    """Newest reading of each ceiling; may be empty."""
     return {ceiling.name: ceiling for ceiling in records(gpu, Ceiling, data)}
 
 
@@ -335,7 +334,7 @@ def _data_files(folder: Path) -> list[Path]:
 
 
 def _listed(folder: Path) -> tuple[dict[str, str], tuple[Damage, ...]]:
-    """The sums in CHECKSUMS, by file; none where it is missing."""
+    """Read the checksums of CHECKSUMS by file, and its damage; empty if it is missing."""
     path = folder / CHECKSUMS
     if not path.is_file():
         return {}, (Damage(path, None, "missing"),)
@@ -344,7 +343,7 @@ def _listed(folder: Path) -> tuple[dict[str, str], tuple[Damage, ...]]:
 
 
 def checksums_in(content: bytes) -> tuple[dict[str, str], list[int]]:
-    """The sums that a CHECKSUMS holds, by file, and the numbers of its lines that are none."""
+    """Parse a CHECKSUMS file: checksums by file, and the numbers of invalid lines."""
     lines = content.decode("utf-8", errors="replace").splitlines()
     matches = [re.fullmatch(r"([0-9a-f]{64})  (\S+)", line) for line in lines]
     return {match[2]: match[1] for match in matches if match}, [
@@ -354,7 +353,7 @@ def checksums_in(content: bytes) -> tuple[dict[str, str], list[int]]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Nobody else of flashlab works on a folder meanwhile, who asks for it likewise."""
+    """Lock a folder against other flashlab processes."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -365,7 +364,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sealing(folder: Path) -> Iterator[dict[str, str]]:
-    """The sums of a GPU's folder, to be changed; nobody else changes them meanwhile, and they are written at once."""
+    """Lock the checksums of a GPU's folder for modification, and write them atomically at the end."""
     with locked(folder):
         for part in folder.glob(_PART):  # of a process that was killed: whoever writes holds the lock
             part.unlink(missing_ok=True)
@@ -376,11 +375,11 @@ def _sealing(folder: Path) -> Iterator[dict[str, str]]:
 
 
 _PART = ".*.[0-9]*"
-"""What a document that is being written is called beside its name."""
+"""Pattern of the names of partially written documents."""
 
 
 def write_at_once(path: Path, content: str | bytes) -> None:
-    """Write a file whole: whoever reads meanwhile, or after a crash, sees the old content or the new."""
+    """Write a file atomically: readers see either the old or the new contents, even after a crash."""
     part = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}")  # several threads may write it
     try:
         with part.open("wb") as file:
@@ -393,7 +392,7 @@ def write_at_once(path: Path, content: str | bytes) -> None:
 
 
 def _has_grown(content: bytes, old: str) -> bool:
-    """Whether the beginning of a file, up to the end of some line, has the old sum: it was appended to, and no more."""
+    """Whether a file was only appended to: some prefix of whole lines has the old checksum."""
     beginning = hashlib.sha256()
     for line in content.splitlines(keepends=True):
         beginning.update(line)
@@ -403,14 +402,14 @@ def _has_grown(content: bytes, old: str) -> bool:
 
 
 def write_checksums(gpu: str, data: Path = DATA, *, written: Path | None = None) -> Path:
-    """Bring data/<gpu>/CHECKSUMS, in the format of `sha256sum`, up to date with new files and lines that were appended.
+    """Update data/<gpu>/CHECKSUMS, in the format of `sha256sum`, for new files and appended lines.
 
-    A file that was changed in any other way, or removed, keeps its old sum, so that `verify` names it. Only files
-    that are new, or were written since CHECKSUMS was, are read; and `written`, whatever the clock says.
+    A file that was changed in any other way, or removed, keeps its old checksum, so that `verify` reports it. Reads
+    only files newer than CHECKSUMS, and `written`.
 
     Raises:
-        DamagedRecordError: such files, among those that were written since; everything else is up to date.
-        OutputError: the folder cannot be written.
+        DamagedRecordError: a file read was changed otherwise; all others are up to date.
+        OutputError: the folder is not writable.
     """
     folder = writable_dir(data / gpu, "records")
     path = folder / CHECKSUMS
@@ -433,18 +432,18 @@ def write_checksums(gpu: str, data: Path = DATA, *, written: Path | None = None)
 
 
 def rewrite(gpu: str, name: str, text: str, data: Path = DATA) -> Path:
-    """Write a file that is made anew as a whole, `machine.json` for example, and its line in CHECKSUMS.
+    """Replace a document such as `machine.json`, and its line in CHECKSUMS.
 
     Raises:
-        DamagedRecordError: the file that is there is not what CHECKSUMS lists; it is left as it is.
-        OutputError: the folder cannot be written.
+        DamagedRecordError: the existing file does not match CHECKSUMS; it is not replaced.
+        OutputError: the folder is not writable.
     """
     folder = writable_dir(data / gpu, "records")
     path = folder / name
     with _sealing(folder) as sums:
         if path.is_symlink() or (path.is_file() and name in sums and digest(path.read_bytes()) != sums[name]):
             raise DamagedRecordError(
-                f"wanted {path} as CHECKSUMS lists it before writing a new one, got another. Restore it with git, or "
+                f"wanted {path} to match CHECKSUMS before replacing it, got another. Restore it with git, or "
                 "delete it to have it made anew."
             )
         path.parent.mkdir(exist_ok=True)
@@ -454,12 +453,11 @@ def rewrite(gpu: str, name: str, text: str, data: Path = DATA) -> Path:
 
 
 def verify(gpu: str, data: Path = DATA) -> tuple[Damage, ...]:
-    """All that is wrong with a GPU's data of every kind.
+    """Verify all data of a GPU; returns the damage found.
 
-    Wrong checksums; files missing, unlisted, of no known kind or name, or in truth links; lines and documents that are
-    none, that stand there twice, that are of another run, of the future, or faster than the GPU; measurements whose
-    inputs cannot have been those of another with the same machine code; and where there is git, files that are not as
-    the commit that added them has them.
+    Checks: checksums; missing, unlisted, unknown and linked files; lines and documents that are invalid, duplicated, of
+    another run, dated in the future, or faster than the GPU; measurements that contradict others with the same machine
+    code and inputs; and with git, files that differ from the commit that added them.
     """
     folder = data / gpu
     if not _is_slug(gpu) or folder.is_symlink():
@@ -486,7 +484,7 @@ def verify(gpu: str, data: Path = DATA) -> tuple[Damage, ...]:
 
 @lru_cache(maxsize=4096)
 def _damage_within(name: str, path: Path, content: tuple[int, ...]) -> tuple[Damage, ...]:
-    """What is wrong with the content of a file, `name` below the GPU's folder, while its `signature` is `content`."""
+    """Damage in the contents of a file, `name` below the GPU's folder; cached by its `signature`, `content`."""
     kind, _, rest = name.partition("/")
     try:
         if path.suffix == ".jsonl" and not re.match(schema.RUN, path.stem):
@@ -516,14 +514,14 @@ def _damage_within(name: str, path: Path, content: tuple[int, ...]) -> tuple[Dam
 
 
 def _foreign(line: Line) -> str:
-    """That a line is of another GPU than its folder; empty where it is not."""
+    """Describe a line of another GPU than its folder; empty otherwise."""
     gpu = getattr(line.record, "gpu", None)
     here = line.path.parents[1].name
     return f"gpu: of {gpu.slug}" if isinstance(gpu, schema.Gpu) and gpu.slug != here else ""
 
 
 def _damage_of_drawing(path: Path) -> tuple[Damage, ...]:
-    """What in an SVG could run or load something."""
+    """Active or external content in an SVG."""
     for element in ElementTree.parse(path).iter():
         tag = element.tag.rpartition("}")[2].lower()
         values = [(name.rpartition("}")[2].lower(), value.strip()) for name, value in element.attrib.items()]
@@ -534,11 +532,11 @@ def _damage_of_drawing(path: Path) -> tuple[Damage, ...]:
 
 
 _FEW = 5
-"""Samples of so many different values or more are never the same twice; a timer's ticks alone may well be."""
+"""Number of distinct sample values from which identical series are copies; fewer may coincide by timer resolution."""
 
 
 def _doubled(gpu: str, data: Path) -> Iterator[Damage]:
-    """Lines whose samples another line of the GPU has: copies, whatever else in them was changed."""
+    """Lines with the same samples as another line of the GPU, i.e. copies."""
     seen: dict[tuple[float, ...], str] = {}
     for folder in dict.fromkeys(FOLDERS.values()):
         for line in lines(gpu, folder, data):
@@ -549,9 +547,9 @@ def _doubled(gpu: str, data: Path) -> Iterator[Damage]:
 
 
 def _disagreeing(gpu: str, data: Path) -> Iterator[Damage]:
-    """Lines whose machine code fell back more or less often than in the first line with the same code and problem.
+    """Lines with different fallback counts than the first line with the same machine code and problem.
 
-    A problem's inputs are drawn from one seed, so that one of the two was measured on others.
+    The inputs of a problem are drawn from one seed, so one of the two was measured on other inputs.
     """
     first: dict[object, tuple[str, tuple[int, int]]] = {}
     for folder in dict.fromkeys(FOLDERS.values()):
@@ -566,7 +564,7 @@ def _disagreeing(gpu: str, data: Path) -> Iterator[Damage]:
 
 
 def _added(gpu: str, data: Path) -> tuple[dict[str, str], Callable[[str], str]]:
-    """The commit that added each file of records, by name, and what is the CHECKSUMS of a commit; none without git."""
+    """The commit that added each file of records, and a function for the CHECKSUMS of a commit; empty without git."""
     folder = (data / gpu).resolve()
     root = next((parent for parent in folder.parents if (parent / ".git").exists()), None)
     added: dict[str, str] = {}
@@ -586,7 +584,7 @@ def _added(gpu: str, data: Path) -> tuple[dict[str, str], Callable[[str], str]]:
 
 
 def _changed_since_added(gpu: str, data: Path) -> Iterator[Damage]:
-    """Files of records that are not as CHECKSUMS says in the commit that added them; nothing where there is no git."""
+    """Files of records that do not match CHECKSUMS in the commit that added them; none without git."""
     added, sums_of = _added(gpu, data)
     sealed = {commit: sums_of(commit) for commit in {*added.values()}}
     for name, commit in added.items():
@@ -602,13 +600,13 @@ def _changed_since_added(gpu: str, data: Path) -> Iterator[Damage]:
 
 @dataclass(frozen=True, kw_only=True)
 class Mend:
-    """What `repair` does with one file of a folder that a run left unfinished."""
+    """An action of `repair` on one file."""
 
     path: Path
     action: Literal["remove", "set aside", "list", "make"]
-    """Of a document that was half written; of lines cut short; in CHECKSUMS; of machine.json and CHECKSUMS."""
+    """remove: a partial document; set aside: truncated lines; list: in CHECKSUMS; make: machine.json or CHECKSUMS."""
     torn: Mapping[int, bytes] = field(default_factory=dict)
-    """Lines that are no JSON, by number."""
+    """Truncated lines, by number."""
 
     def __str__(self) -> str:
         lines = f": cut short in line {', '.join(map(str, self.torn))}" if self.torn else ""
@@ -616,10 +614,10 @@ class Mend:
 
 
 def mends(gpu: str, data: Path = DATA) -> tuple[Mend, ...]:
-    """What `repair` would do with a GPU's folder; nothing is written.
+    """List what `repair` would do with a GPU's folder, without writing anything.
 
-    What was changed, not cut off, is left to `verify` to name: files that differ from CHECKSUMS other than by lines at
-    their end, and lines cut short in a file that a commit holds as it is.
+    Excludes modifications, which `verify` reports: files that differ from CHECKSUMS other than by appended lines, and
+    truncated lines in a file as committed.
     """
     folder = data / gpu
     if not _is_slug(gpu) or folder.is_symlink() or not folder.is_dir():
@@ -646,16 +644,16 @@ def mends(gpu: str, data: Path = DATA) -> tuple[Mend, ...]:
 
 
 def repair(gpu: str, data: Path = DATA, *, host: Mapping[str, str] | None = None) -> tuple[Mend, ...]:
-    """Complete a folder that a run left unfinished, and say how; every sound line stays as it is.
+    """Complete a folder that a run left unfinished, keeping every valid line; returns the actions.
 
-    A line cut short goes to `aside/`, with its place; a sound file that CHECKSUMS lacks is listed; machine.json is made
-    of the newest record. To be called while nothing measures into the folder.
+    Truncated lines move to `aside/` with their position; valid files missing in CHECKSUMS are added; machine.json is
+    rebuilt from the newest record. Must not be called during a measurement into the folder.
 
     Args:
-        host: what machine.json says of the host, where it is made.
+        host: description of the host for a new machine.json.
 
     Raises:
-        OutputError: the folder cannot be written.
+        OutputError: the folder is not writable.
     """
     folder, todo = data / gpu, mends(gpu, data)
     if not todo:
@@ -677,7 +675,7 @@ def repair(gpu: str, data: Path = DATA, *, host: Mapping[str, str] | None = None
 
 
 def _torn(path: Path, content: bytes) -> dict[int, bytes]:
-    """The lines of a file of records that are no JSON: a crash or a full disk cut them short."""
+    """Lines of a file of records that are not JSON, truncated by a crash or a full disk."""
     torn: dict[int, bytes] = {}
     for number, raw in enumerate(content.split(b"\n") if path.suffix == ".jsonl" else (), start=1):
         try:
@@ -688,7 +686,7 @@ def _torn(path: Path, content: bytes) -> dict[int, bytes]:
 
 
 def _set_aside(mend: Mend, folder: Path, sums: dict[str, str]) -> None:
-    """Move torn lines to `aside/`: first there, so that none is ever nowhere."""
+    """Move truncated lines to `aside/`, writing there first, so that none is lost."""
     if not mend.torn:
         return
     aside = folder / "aside" / mend.path.name
@@ -704,13 +702,13 @@ def _set_aside(mend: Mend, folder: Path, sums: dict[str, str]) -> None:
 
 
 def _newest_gpu(gpu: str, data: Path) -> schema.Gpu | None:
-    """The GPU as the newest record of its folder has it; None where there is none."""
+    """The GPU according to the newest record of its folder; None without records."""
     all_records = [line.record for folder in dict.fromkeys(FOLDERS.values()) for line in lines(gpu, folder, data)]
     known = [record for record in all_records if isinstance(getattr(record, "gpu", None), schema.Gpu)]
     return max(known, key=lambda record: record.time).gpu if known else None
 
 
 def write_machine(machine: Machine, data: Path = DATA) -> Path:
-    """Write data/<gpu>/machine.json; raises as `rewrite`."""
+    """Write data/<gpu>/machine.json; raises as `rewrite` does."""
     text = json.dumps(machine.model_dump(mode="json"), indent=2) + "\n"
     return rewrite(machine.gpu.slug, "machine.json", text, data)

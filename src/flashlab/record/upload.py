@@ -1,8 +1,8 @@
-"""Keep a GPU's records in step with a bucket or folder, so that a machine that is taken away takes none with it.
+"""Synchronises a GPU's records with a bucket or folder, so that none are lost with a rented machine.
 
 `FLASHLAB_UPLOAD` names the place as fsspec does: `s3://bucket/folder`, `gs://bucket/folder` or the path of a folder.
-Below it lies the same as below data/<gpu>: the folder is one that other commands read. Credentials are the business of
-the cloud's own configuration; nothing here reads, prints or keeps them.
+Below it lies the same as below data/<gpu>: the folder is one that other commands read. Credentials belong in the
+cloud's own configuration; nothing here reads, prints or stores them.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ _RECORDS = re.compile(rf"[a-z-]+/{schema.RUN[1:-1]}\.jsonl|[a-z]+\.json")
 
 
 def sync(gpu: str, data: Path = DATA, place: str | None = None) -> tuple[int, int]:
-    """Fetch the records that the place has and `data` lacks, then send those that it lacks; how many of each.
+    """Download the records that `data` lacks, then upload those that the place lacks; returns both numbers.
 
-    A file that both have is the one in `data`, which may have grown. CHECKSUMS goes last and keeps what others listed:
-    cut off anywhere, the next call sends what is missing. Machines that measure at the same time each want a place of
-    their own, because a bucket has no lock for CHECKSUMS.
+    If both have a file, that in `data`, which may have grown, wins. CHECKSUMS is written last and keeps other entries,
+    so that an interrupted call is completed by the next one. Machines that measure concurrently need separate places,
+    because a bucket has no lock for CHECKSUMS.
 
     Args:
-        place: what `FLASHLAB_UPLOAD` names where None; nothing happens where that is empty.
+        place: default: `FLASHLAB_UPLOAD`; does nothing if that is empty.
 
     Raises:
-        ParameterError: a place that fsspec does not know, or one with credentials in it.
-        MissingPackageError: fsspec, or what it needs for such a place, is not installed.
-        DamagedRecordError: a record in `data` that was changed; it is not sent.
+        ParameterError: fsspec does not support the place, or it contains credentials.
+        MissingPackageError: fsspec, or its backend for the place, is not installed.
+        DamagedRecordError: a record in `data` was changed; it is not uploaded.
         OutputError: the place or `data` cannot be read or written.
     """
     place = os.environ.get(VARIABLE, "") if place is None else place
@@ -55,7 +55,7 @@ def sync(gpu: str, data: Path = DATA, place: str | None = None) -> tuple[int, in
 
 
 def attempt(gpu: str, data: Path = DATA) -> str:
-    """As `sync`, between two cells: why it failed, empty where it did not. The next call copies what is left."""
+    """Call `sync` and return the error message, or an empty string. The next call copies the rest."""
     try:
         sync(gpu, data)
     except FlashlabError as error:
@@ -64,7 +64,7 @@ def attempt(gpu: str, data: Path = DATA) -> str:
 
 
 def _opened(place: str) -> tuple[Any, str]:
-    """fsspec's file system of a place, and the path on it."""
+    """Open the fsspec file system of a place; returns it with the path."""
     if "://" in place and re.search(r"[@?]|::", place):
         # Not shown: what stands before the @ may be a secret.
         raise ParameterError(
@@ -87,7 +87,7 @@ def _opened(place: str) -> tuple[Any, str]:
 
 @contextmanager
 def _named(place: str) -> Iterator[None]:
-    """Whatever a cloud's library raises, as an OutputError that names the place."""
+    """Convert exceptions of cloud libraries to `OutputError`s that name the place."""
     try:
         yield
     except FlashlabError:
@@ -98,7 +98,7 @@ def _named(place: str) -> Iterator[None]:
 
 
 def _fetch(files: Any, remote: str, folder: Path) -> int:
-    """Files of records below `remote` that `folder` lacks, into it; how many. What is no record is left where it is."""
+    """Download the files of records below `remote` that `folder` lacks; returns their number."""
     files.invalidate_cache()
     if not files.exists(remote):
         return 0
@@ -120,7 +120,7 @@ def _fetch(files: Any, remote: str, folder: Path) -> int:
 
 
 def _send(files: Any, remote: str, folder: Path) -> int:
-    """Files that CHECKSUMS lists here and not there, or with another sum, then CHECKSUMS; how many."""
+    """Upload files that are missing or differ according to CHECKSUMS, then CHECKSUMS; returns their number."""
     listing = f"{remote}/{store.CHECKSUMS}"
     old = files.cat_file(listing) if files.exists(listing) else None
     known = store.checksums_in(old or b"")[0]

@@ -240,7 +240,7 @@ def scale_of(scale: Any, head_dim: int) -> float:
     factor = _factor(scale)
     if factor is None:
         raise ParameterError(
-            f"scale: wanted a number of magnitude at most {_MAX_FACTOR:.3g}, or None for 1/sqrt(head_dim), got "
+            f"scale: wanted a finite number of magnitude at most {_MAX_FACTOR:.3g}, or None for 1/sqrt(head_dim), got "
             f"{scale!r}"
         )
     return factor
