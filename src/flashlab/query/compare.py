@@ -1,7 +1,7 @@
-"""Two sets of records side by side: runs, commits, drivers or GPUs, and which times differ by more than starts do.
+"""Comparison of two sets of records: runs, commits, drivers or GPUs.
 
-Two sides were measured on different starts of a machine, and starts of the same code differ. A time has changed where
-the interval of the ratio lies beyond what such starts differ by, on the GPUs of either side.
+The sides were measured in different machine starts, between which times of the same code differ. A time has changed if
+the interval of its ratio lies outside that noise, on the GPUs of either side.
 """
 
 from __future__ import annotations
@@ -27,49 +27,49 @@ NOISE_PERCENTILE = 95.0
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A stage or library at a problem, on both sides, in bursts with a hot L2."""
+    """Times of a stage or library at a problem on both sides, in bursts with a hot L2."""
 
     problem: Problem
     name: str
     before_us: float
     after_us: float
     ratio: float
-    """How many times as fast the second side is."""
+    """Speed-up of the second side over the first."""
     low: float
     high: float
-    """Ends of its 95 % interval."""
+    """`low` and `high` bound its 95 % interval."""
     starts: tuple[int, int]
-    """Of a machine, on either side."""
+    """Number of machine starts on each side."""
     verdict: str
-    """faster, slower, same (within noise), or unknown: no two starts are on record to say what noise is."""
+    """faster, slower, same (within noise), or unknown, if no two starts are on record to estimate the noise."""
     rows: tuple[Measurement, Measurement]
-    """The newest record of either side."""
+    """Newest record of each side."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What two sides have in common, and how they differ."""
+    """Comparison of two sides."""
 
     sides: tuple[str, str]
     differs: dict[str, tuple[str, str]]
-    """What else differs, by name: GPU, commit, driver, versions of software; several values joined by commas."""
+    """Other differences by name: GPU, commit, driver, software versions; comma-separated values."""
     noise_percent: float | None
-    """What medians of the same code on two starts differ by, in 95 of 100 cases; None where there are none."""
+    """95th percentile of the difference between medians of the same code in two starts; None if unknown."""
     changes: tuple[Change, ...]
-    """In the order of pages."""
+    """In display order."""
 
 
 def compare(before: str, after: str, data: Path = DATA, **wanted: object) -> Comparison:
-    """Hold all that both sides timed beside each other.
+    """Compare everything that both sides timed.
 
     Args:
-        before, after: a GPU's folder or product name, a driver's version, the beginning of a commit or of a run's id;
-            several joined by `+` hold all at once: `nvidia-h200+0123abc`.
-        wanted: fields of the problems to compare, as `matching` takes them; their intervals alone are drawn.
+        before, after: GPU folder or product name, driver version, or prefix of a commit or run id; joined by `+` if all
+            must apply: `nvidia-h200+0123abc`.
+        wanted: fields of the problems to compare, as in `matching`; only their intervals are computed.
 
     Raises:
-        NoDataError: a side has no times, or they have nothing in common that is wanted.
-        ParameterError: a side is empty, or a part of it is.
+        NoDataError: a side has no times, or they have no matching problem in common.
+        ParameterError: a side, or a part of it, is empty.
     """
     every = _timed(data)
     sides = [_side(text, every, data) for text in (before, after)]
@@ -96,7 +96,7 @@ def compare(before: str, after: str, data: Path = DATA, **wanted: object) -> Com
 
 
 def _timed(data: Path) -> list[Measurement]:
-    """Rows with a time, of all GPUs."""
+    """Rows with a time, from all GPUs."""
     gpus = store.gpus(data)
     if not gpus:
         raise NoDataError(f"wanted records under {data}, found none")
@@ -127,7 +127,7 @@ Key = tuple[Problem, str]
 
 
 def _grouped(rows: Iterable[Measurement]) -> dict[Key, list[Measurement]]:
-    """By problem and name a row of each start of a machine, the newest last, all of the code of the newest."""
+    """Rows by problem and name, one per machine start, the newest last, all with the code of the newest."""
     by_key = grouped(rows, lambda row: (row.problem, row.name))
     return {
         key: [start[0] for start in select.by_start(some, lambda row: row.name, [key[1]])]
@@ -158,7 +158,7 @@ def _change(key: Key, before: Sequence[Measurement], after: Sequence[Measurement
 
 
 def _noise(rows: Iterable[Measurement]) -> float | None:
-    """The ratio that medians of the same code and driver on two starts stay below, in 95 of 100 cases."""
+    """95th percentile of the ratio between medians of the same code and driver in two starts."""
     ratios = []
     for some in grouped(rows, lambda row: (row.gpu.slug, row.gpu.driver)).values():
         for starts in _grouped(some).values():

@@ -1,4 +1,4 @@
-"""Our best stage against the best library at every problem, and errors against a reference: rows of one run each."""
+"""Comparisons within a run: the best stage with the best library at every problem, and errors with a reference."""
 
 from __future__ import annotations
 
@@ -37,47 +37,47 @@ from flashlab.record import store
 from flashlab.record.schema import Measurement
 
 NAMED_PEERS = ("fa3", "sdpa_cudnn")
-"""The libraries that the ladder's claim is about; `against_peers` holds the stages against every library too."""
+"""The libraries of the ladder's headline claim; `against_peers` also compares with every library."""
 FASTEST = ("fa3", "fa4", "sdpa_cudnn")
 """The libraries one of which is the fastest wherever there is much to do: a ratio to the fastest wants all of them."""
 REFERENCES = ("fa3", "fa4")
 """The libraries that errors are held against: the second where the wheel of the first lacks the element type."""
 RMS_AIM, LARGEST_AIM = 1.1, 1.25
-"""How many times a reference's errors a rung's may be, on each kind of inputs: the aim of the ladder's last rungs."""
+"""Target ratios of a rung's RMS and maximum error to the reference's, on each kind of inputs."""
 MAIN = suite("peers")
 """The problems that kinds of inputs are compared at, and their errors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contest:
-    """A stage and a library on one problem in one regime, rows of one run."""
+    """A stage and a library of the same run, on one problem in one regime."""
 
     regime: Regime
     stage: Measurement
     peer: Measurement
     with_lse: Measurement | None = None
-    """The stage with the log-sum-exp on, in the same run; None where it was not taken."""
+    """The stage with the log-sum-exp in the same run; None if not measured."""
     worst_ratio: float | None = None
     """Of `trained` inputs, the least ratio of any layer, there to the library that is the fastest on it; else None."""
     worst_layer: int | None = None
-    """The layer of the model that it is of."""
+    """Layer of `worst_ratio`."""
     left_out: tuple[str, ...] = ()
     """Those of `FASTEST` that its run has no such time of, though they take the problem and have one elsewhere on
     record at that head dim and element type: with one of them the ratio might be less."""
 
     @property
     def run(self) -> str:
-        """The run of both."""
+        """Run of both rows."""
         return self.stage.run
 
     @property
     def ratio(self) -> float:
-        """How many times faster the stage is: the ratio of the medians."""
+        """Speed-up of the stage over the library, the ratio of medians."""
         return speedup(self.stage, self.peer, self.regime) or math.nan
 
     @property
     def adjusted_ratio(self) -> float | None:
-        """The same with the log-sum-exp on for both, or off for both; None where that is not on record."""
+        """The ratio with the log-sum-exp computed by both or by neither; None if not on record."""
         ours = self.with_lse if self.peer.lse else self.stage
         return None if self.peer.lse is None else speedup(ours, self.peer, self.regime)
 
@@ -100,7 +100,7 @@ class Contest:
 
 @dataclass(frozen=True, kw_only=True)
 class AgainstPeers:
-    """Our best stage and the best library on one problem."""
+    """The best stage and the best library on one problem."""
 
     problem: Problem
     run: str
@@ -115,7 +115,7 @@ class AgainstPeers:
     named_sustained: Contest | None = None
     """As `sustained`, over the faster of `NAMED_PEERS` alone."""
     reason: str = ""
-    """Why there is no ratio; empty where there is one."""
+    """Why there is no ratio; empty if there is one."""
 
     @property
     def runs(self) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
-"""The one rule by which rows are chosen: what every chart, table, sentence, claim and command shows is `select`ed here.
+"""Selection of records: the single rule that decides what charts, tables, claims and commands show.
 
-**The rule.** Rows that were measured together stay together. For every problem the candidates are the sessions (the
-runs of one commit on one GPU, each begun within six hours of the one before) that hold rows of it, or its single runs
-where rows are compared with each other: a ratio means most between rows that were interleaved.
+**The rule.** Rows that were measured together stay together. For every problem, the candidates are the sessions with
+rows of it (the runs of one commit on one GPU, each begun within six hours of the one before), or its single runs if
+rows are compared with each other: ratios are most meaningful between interleaved rows.
 
 What most readers compare is the last kernel with the libraries, so of sessions the one wins that this ratio is of:
 
@@ -66,29 +66,29 @@ STATES: Mapping[tuple[Regime, Cache], str] = {
     ("burst", "step"): "burst, in a step",
     ("sustained", "hot"): "sustained",
 }
-"""The ways a time is taken, as the report shows and names them: the headline first."""
+"""Timing states and their display names, the headline first."""
 _LADDER: Mapping[str, int] = {stage_id: position for position, stage_id in enumerate(registry.RUNGS)}
 _OFF_LADDER = tuple(name for stage in registry.OFF_LADDER.values() for name in (stage.id, *stage.variant_names))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """What is wanted of the rule: see the module."""
+    """Parameters of the rule: see the module."""
 
     within: Literal["session", "run"] = "session"
-    """What counts as measured together."""
+    """Unit that counts as measured together."""
     covers: tuple[str, ...] = tuple(registry.STAGES)
-    """Those of which the candidate that tried most wins."""
+    """Stages to cover; the candidate that tried most of them wins."""
     as_named: bool = False
     """Whether the candidate wins that tried most of them with the tunables that their names have today, for defaults
     change; else, of sessions, those alone are candidates that timed the last of them that any session timed."""
     inputs: tuple[str, ...] = (NORMAL,)
     features: bool = False
-    """Whether problems with a window or a soft cap count too; most pages name neither."""
+    """Whether to include problems with a window or soft cap, which most pages do not show."""
     off_ladder: Literal["without", "with", "only"] = "without"
-    """Of runs that measured stages off the ladder: none, any, or no others."""
+    """Whether to use runs that measured stages off the ladder: never, also, or exclusively."""
     fill: bool = True
-    """Of sessions: whether what one lacks is filled in from others."""
+    """Whether rows that a session lacks are filled in from others."""
 
 
 SHOWN = Policy()
@@ -98,23 +98,23 @@ DECODING = Policy(covers=tuple(registry.DECODE), off_ladder="only", fill=False)
 
 
 def of_stage(stage: registry.Stage) -> Policy:
-    """A stage for decoding or FP8, on any inputs: the newest session that tried most of it and its variants."""
+    """Policy for a decoding or FP8 stage, on any inputs: the newest session that tried most of it and its variants."""
     return replace(DECODING, covers=(stage.id, *stage.variant_names), as_named=True, inputs=tuple(KINDS))
 
 
 def by_start(records: Iterable[T], key: Callable[[T], Any], wanted: Sequence[Any]) -> list[list[T]]:
-    """For each start of a machine the records with the wanted keys, of the newest run there that has them all.
+    """For each start of a machine, the records with the wanted keys, of its newest run that has them all.
 
-    Of starts that ran what the newest of these runs ran: the same machine code, and of a library the same versions.
-    What differs between starts is then the machine, and not the code.
+    Only starts with the machine code, or library versions, of the newest of these runs, so that they differ in the
+    machine but not in the code.
 
     Args:
-        records: with a run and a GPU.
-        key: what tells a run's records apart; of several alike the last counts.
-        wanted: keys, in the order of a start's records.
+        records: records with a run and a GPU.
+        key: identifies a record within its run; the last duplicate counts.
+        wanted: keys, in the order of the result.
 
     Returns:
-        Starts, that of the newest run last; empty where no run has all keys.
+        One list per start, that of the newest run last; empty if no run has all keys.
     """
     runs: dict[str, dict[Any, T]] = {}
     for record in records:
@@ -131,16 +131,16 @@ def by_start(records: Iterable[T], key: Callable[[T], Any], wanted: Sequence[Any
 
 
 def same_starts(first: Sequence[Sequence[T]], second: Sequence[Sequence[T]]) -> list[list[T]]:
-    """Of two lists as `by_start` gives them, the starts that are in both, with the records of both."""
+    """Join two results of `by_start` on the starts that both have."""
     return [[*ours, *theirs] for ours in first for theirs in second if _one_start(ours[0], theirs[0])]
 
 
 _STAGES_ALONE = {"flashlab", "cuda-core", "nvidia-cuda-cuobjdump"}
-"""Software that a library and a limit of the GPU do not run: what loads stages and reads their machine code."""
+"""Software that libraries and ceilings do not use: it loads stages and reads their machine code."""
 
 
 def same_code(ours: Any, theirs: Any) -> bool:
-    """Whether two records ran the same: machine code, or a library where no software that both name has changed."""
+    """Whether two records have the same machine code, or the same library with the same versions of common software."""
     if (cubin := getattr(ours, "cubin", None)) is not None:
         return bool(cubin == theirs.cubin)
     versions = ((name, theirs.software.get(name, version), version) for name, version in ours.software.items())
@@ -148,32 +148,32 @@ def same_code(ours: Any, theirs: Any) -> bool:
 
 
 def _one_start(record: Base, other: Base) -> bool:
-    """Whether two records are of one start of a machine; of older ones, whether they are of one GPU."""
+    """Whether two records are from the same machine start, or for older records from the same GPU."""
     ours, theirs = record.start, other.start
     return ours.same_as(theirs) if ours and theirs else record.gpu.fingerprint == other.gpu.fingerprint
 
 
 class Filled(Measurement):
-    """A row with samples of more runs than its own, each of another state."""
+    """A row with samples of other runs for states that its own run lacks."""
 
     origins: Mapping[str, tuple[str, str]]
-    """By `regime cache`, the run of what is not of the row's own, and its GPU's fingerprint.
+    """Run and GPU fingerprint of samples from other runs, by `regime cache`.
 
-    Of the same session, or of a later one where the row is a library's.
+    From the same session, or for a library possibly from a later one.
     """
 
 
 def select(rows: Iterable[Measurement], sessions: Mapping[str, str], policy: Policy = SHOWN) -> tuple[Measurement, ...]:
-    """The rows that are shown of each of their problems: see the module for the rule.
+    """Select the rows to show for each problem: see the module for the rule.
 
-    The problems are in the order of pages, and a problem's rows as `ordered`. To choose at one problem, or among some
-    runs, leave out the others before.
+    Problems are in display order, and the rows of a problem as in `ordered`. To select for one problem, or among some
+    runs, filter the rows first.
 
     Args:
-        sessions: of the rows' runs, as `rows.sessions` gives them.
+        sessions: session of each run, from `rows.sessions`.
 
     Returns:
-        One that was filled in is a `Filled`.
+        The rows; those with samples of other runs are `Filled`.
     """
     able = [row for row in rows if not row.with_lse and not _is_edited_copy(row)]
     if policy.off_ladder != "with":
@@ -217,7 +217,7 @@ def _tried(by_name: Mapping[str, Measurement], names: Collection[str]) -> list[M
 
 
 def _is_as_named(row: Measurement) -> bool:
-    """Whether the record says that a stage ran with the tunables that its name has today."""
+    """Whether a stage ran with the tunables that its name implies today."""
     stage, given = registry.parse(row.name)
     return row.cubin is not None and row.cubin.parameters == stage.parameters(row.problem.head_dim, given)
 
@@ -312,10 +312,10 @@ def contested(rows: Iterable[Measurement], sessions: Mapping[str, str]) -> dict[
 
 
 def held_against(runs: Iterable[Sequence[Measurement]], sessions: Mapping[str, str]) -> list[Measurement]:
-    """Of several runs' rows of one problem, those that a ratio to the fastest library is of, in bursts; may be empty.
+    """Select the run whose rows give the burst ratio to the fastest library at a problem; may be empty.
 
     Args:
-        runs: as `contested` gives them, or fewer rows of each.
+        runs: rows of each run, from `contested`, possibly filtered.
     """
     able = [list(rows) for rows in runs if fastest_stage(rows) and fastest_peer(rows)]
     if not able:
@@ -340,7 +340,7 @@ def held_against(runs: Iterable[Sequence[Measurement]], sessions: Mapping[str, s
 
 
 def highest_rung(rows: Iterable[Measurement], regime: Regime = "burst") -> int:
-    """The place in the ladder of the last rung that was timed; -1 where none was."""
+    """Index of the last rung that was timed; -1 if none was."""
     return max((_LADDER.get(row.name, -1) for row in rows if row.samples_of(regime)), default=-1)
 
 
@@ -353,19 +353,19 @@ def best_peers(rows: Iterable[Measurement]) -> set[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """What is shown of one GPU."""
+    """Selected records of one GPU."""
 
     gpu: str
     """Folder name under data/."""
     machine: Machine | None
-    """None where machine.json is missing or damaged."""
+    """None if machine.json is missing or damaged."""
     problems: Mapping[Problem, tuple[Measurement, ...]]
     """Rows of each problem in `ordered` order, chosen by `SHOWN`."""
     ceilings: Mapping[str, Ceiling]
     records: Sequence[Measurement] = field(default=(), compare=False, repr=False)
-    """All stages and libraries on record of the GPU, which `problems` were chosen from."""
+    """All recorded rows of the GPU, from which `problems` were selected."""
     sessions: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    """Of their runs."""
+    """Session of each run."""
 
     def __bool__(self) -> bool:
         return bool(self.records or self.ceilings)
@@ -377,28 +377,28 @@ class Results:
 
     @property
     def hardware(self) -> Gpu | None:
-        """What the GPU is: as machine.json says, else as the first row does."""
+        """Properties of the GPU, from machine.json or else the first row."""
         if self.machine:
             return self.machine.gpu
         return next((row.gpu for rows in self.problems.values() for row in rows), None)
 
     @property
     def newest(self) -> str:
-        """Id of the newest run that is shown; ids sort by time."""
+        """Id of the newest run shown; ids sort by time."""
         runs = [row.run for rows in self.problems.values() for row in rows] + [c.run for c in self.ceilings.values()]
         return max(runs, default="")
 
     @property
     def first(self) -> Problem | None:
-        """The problem the ladder is shown at: the sources' shape where it was measured, else the first there is."""
+        """The problem at which the ladder is shown: the sources' shape if measured, else the first."""
         return next(iter(self.problems), None)
 
     @property
     def lacking(self) -> str:
-        """What a whole set of records has and this one lacks, for people; empty where it is whole.
+        """Describe what is missing from a complete set of records; empty if it is complete.
 
-        A whole one tried every stage of the ladder that the GPU can run at the problem the ladder is shown at, and has
-        rows of every problem of the suite `standard`.
+        A complete set has every stage of the ladder that the GPU supports at the problem `first`, and rows of every
+        problem of the suite `standard`.
         """
         problem, standard = suite("first")[0], suite("standard")
         arch = registry.arch_for(self.hardware.compute_capability) if self.hardware else None
@@ -412,7 +412,7 @@ class Results:
     def rows(
         self, problem: Problem | None = None, *, stage_ids: Sequence[str] | None = None
     ) -> tuple[Measurement, ...]:
-        """Rows of `problem` (of `first`, where None), without the stages that `stage_ids` leaves out; may be empty."""
+        """Rows of `problem`, by default `first`; if given, only the stages in `stage_ids`, and all libraries."""
         chosen = problem or self.first
         rows = self.problems.get(chosen, ()) if chosen else ()
         return rows if stage_ids is None else tuple(r for r in rows if r.kind == "peer" or r.name in stage_ids)
@@ -465,7 +465,7 @@ def fastest_of(
 
 
 def on_inputs(problems: Iterable[Problem]) -> str:
-    """For people: `on normally distributed inputs of unit scale`, or the kinds of inputs by name."""
+    """Describe the inputs: `on normally distributed inputs of unit scale`, or the kinds by name."""
     kinds = dict.fromkeys(problem.inputs for problem in problems)
     return f"on {' and '.join(_INPUTS.get(kind, f'inputs of the kind {kind}') for kind in kinds)}"
 
@@ -477,7 +477,7 @@ _INPUTS: Mapping[str, str] = {
 
 
 def bench(suite: str, regime: Regime) -> str:
-    """The command that measures a suite in a regime."""
+    """Return the command that measures a suite in a regime."""
     return f"flashlab bench --suite {suite}{' --sustained 5' if regime == 'sustained' else ''}"
 
 
@@ -510,32 +510,32 @@ def profiles(gpu: str, data: Path = DATA) -> tuple[StageProfile, ...]:
 
 
 def profile_provenance(launches: Sequence[StageProfile]) -> str:
-    """Where profiles, one at least, come from, for a caption: GPU, problem, tool, date, commit."""
+    """Caption with the provenance of one or more profiles: GPU, problem, tool, date, commit."""
     versions = ", ".join(sorted({profile.ncu for profile in launches}))
     how = f"Nsight Compute {versions}, one launch each from cold caches"
     return sourced(launches[0].gpu, problems_of(launches), how, runs=(profile.run for profile in launches))
 
 
 def median_us(row: Timed | None, regime: Regime = "burst", cache: Cache = "hot") -> float | None:
-    """Median time of a call; None where there is no row, or it has no such time."""
+    """Median time per call in µs; None without a row or such samples."""
     samples = row.samples_of(regime, cache) if row else None
     return samples.median_us if samples else None
 
 
 def rate(row: Measurement | None, regime: Regime = "burst", cache: Cache = "hot") -> float | None:
-    """TFLOP/s at the median time; None where there is no row, or it has no such time."""
+    """TFLOP/s at the median time; None without a row or such samples."""
     time_us = median_us(row, regime, cache)
     return row.problem.tflops(time_us) if row and time_us else None
 
 
 def speedup(ours: Timed | None, other: Timed | None, regime: Regime = "burst", cache: Cache = "hot") -> float | None:
-    """How many times as fast `ours` is as `other`: the ratio of the medians; None where either has no such time."""
+    """Speed-up of `ours` over `other`, the ratio of medians; None if either has no such samples."""
     our_us, other_us = (median_us(row, regime, cache) for row in (ours, other))
     return other_us / our_us if our_us and other_us else None
 
 
 def ordered(rows: Iterable[Measurement]) -> tuple[Measurement, ...]:
-    """Stages in the ladder's order, then peers, the fastest first and those without a time last."""
+    """Sort rows: stages in ladder order, then libraries, fastest first, those without a time last."""
 
     def key(row: Measurement) -> tuple[int, float, str]:
         if row.kind == "stage":
@@ -552,12 +552,12 @@ def with_beside(rows: Iterable[Measurement], beside: Iterable[Measurement]) -> t
 
 
 def is_library(row: Measurement) -> bool:
-    """Whether a row is of a library that stages are compared with."""
+    """Whether a row belongs to a library with which stages are compared."""
     return row.kind == "peer" and peers.is_rival(row.name)
 
 
 def fastest_peer(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> Measurement | None:
-    """The peer with the highest rate, of those in the inputs' own type; None where none has a time."""
+    """The library with the highest rate, of those that compute in the input dtype; None if none has a time."""
     timed = [row for row in rows if is_library(row) and rate(row, regime, cache)]
     return max(timed, key=lambda row: rate(row, regime, cache) or 0.0, default=None)
 
@@ -603,9 +603,9 @@ def fastest_stage(
 
 
 def parent_of(row: Measurement, rows: Iterable[Measurement]) -> Measurement | None:
-    """The row of the stage that `row`'s stage was made from.
+    """The row of the parent of `row`'s stage.
 
-    None at the ladder's foot, and where it was not measured in the same session on the same GPU.
+    None for the first stage, and if the parent was not measured in the same session on the same GPU.
     """
     stage = registry.RUNGS.get(row.name)
     parent = next((r for r in rows if stage and r.kind == "stage" and r.name == stage.parent), None)
@@ -613,7 +613,7 @@ def parent_of(row: Measurement, rows: Iterable[Measurement]) -> Measurement | No
 
 
 def problem_order(problem: Problem) -> tuple[int, int, int, bool, bool, Problem, int]:
-    """A sort key: the order in which pages show problems, the sources' shape first."""
+    """Sort key for the display order of problems, the sources' shape first."""
     shapes = (FIRST_SHAPE, *STANDARD_SHAPES)
     position = shapes.index(problem.shape) if problem.shape in shapes else len(shapes)
     plain, kind = replace(problem, inputs=NORMAL), list(KINDS).index(problem.inputs)
@@ -704,13 +704,13 @@ def beyond(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> 
 
 
 def _selected(gpu: str, data: Path, policy: Policy) -> dict[Problem, tuple[Measurement, ...]]:
-    """What a policy chooses of a GPU's records, by problem."""
+    """Select a GPU's records by a policy, by problem."""
     rows = select(store.records(gpu, Measurement, data), sessions(gpu, data), policy)
     return {problem: tuple(of) for problem, of in grouped(rows, lambda row: row.problem).items()}
 
 
 def load(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> Results:
-    """What is shown of `gpu`, on these kinds of inputs; false where nothing is on record."""
+    """Load the selected records of `gpu` on the given kinds of inputs; falsy if there are none."""
     try:
         machine = Machine.model_validate_json((data / gpu / "machine.json").read_bytes())
     except (OSError, ValueError):
@@ -782,7 +782,7 @@ def emulated_checks(gpu: str, data: Path = DATA) -> Comparisons:
 
 
 def load_all(data: Path = DATA) -> tuple[Results, ...]:
-    """Every GPU with data, the main one first: what a page shows where no GPU is named."""
+    """Load the results of all GPUs with data, the main one first."""
     return tuple(load(gpu, data) for gpu in store.gpus(data))
 
 
@@ -795,9 +795,9 @@ def with_stage(shown: Results, stage_id: str, data: Path = DATA) -> Results:
 
 
 def clocks(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache = "hot") -> str:
-    """The SM clock of the samples, for people: `1980 MHz`, `1485–1740 MHz`, `clock not recorded`.
+    """Describe the SM clock of samples: `1980 MHz`, `1485–1740 MHz`, `clock not recorded`.
 
-    Over the calls where that was read, else right after them.
+    During the calls if known, else right after them.
     """
     timed = [samples for row in rows if (samples := row.samples_of(regime, cache))]
     readings_mhz = [samples.call_clock_mhz or samples.sm_clock_mhz for samples in timed]
@@ -808,19 +808,19 @@ def clocks(rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache =
 
 
 def call_clock(row: Measurement, regime: Regime = "burst") -> float | None:
-    """The median SM clock inside a row's calls with a hot L2, MHz; None where it was not read."""
+    """Median SM clock during a row's calls with a hot L2, in MHz; None if unknown."""
     samples = row.samples_of(regime)
     return median(samples.call_clock_mhz) if samples and samples.call_clock_mhz else None
 
 
 def commit_label(run: str) -> str:
-    """The commit that a run id names, for people: `0123abc`, and that the tree differed from it where it did."""
+    """The commit of a run id: `0123abc`, and whether the tree was modified."""
     match = re.match(RUN, run)
     return f"{match['commit'][:7]}{' + changes' if match['dirty'] else ''}" if match else run
 
 
 def date(run: str) -> str:
-    """The date in a run id, ISO 8601."""
+    """The date of a run id, in ISO 8601."""
     return f"{run[:4]}-{run[4:6]}-{run[6:8]}"
 
 
@@ -831,9 +831,9 @@ def days(runs: Iterable[str]) -> str:
 
 
 def provenance(rows: Sequence[Measurement], regime: Regime = "burst", cache: Cache = "hot", *, state: str = "") -> str:
-    """Where rows, one at least, come from, for a caption: GPU, clocks, problem, regime, date, commit.
+    """Caption with the provenance of one or more rows: GPU, clocks, problem, regime, date, commit.
 
-    `state`: how they were timed, where that is not the same of all.
+    `state`: describes the timing state if the rows do not share one.
     """
     facts = (
         *(rows[0].gpu.name, f"SM {clocks(rows, regime, cache)}", problems_of(rows)),
@@ -855,7 +855,7 @@ def sourced(*facts: str, runs: Iterable[str]) -> str:
 
 
 def run_files(records: Iterable[Base | StageProfile]) -> tuple[str, ...]:
-    """The raw-data files of records, relative to data/: `nvidia-h200/runs/….jsonl`."""
+    """Files of records, relative to data/: `nvidia-h200/runs/….jsonl`."""
 
     def files(record: Base | StageProfile) -> Iterator[str]:
         gpu = slug(record.gpu) if isinstance(record, StageProfile) else record.gpu.slug
