@@ -640,7 +640,7 @@ def test_explain_refuses_what_it_cannot_know(data: Path, tmp_path: Path) -> None
     for arguments, error, words in (
         (("1x8x512",), ValueError, "shape: wanted"),
         (("1x8x512x80",), UnsupportedError, "head dim: wanted one of 64"),
-        (("1x8x512x64", "--gpu", "nvidia-nobody"), ParameterError, "--arch beside it, got 'nvidia-nobody'"),
+        (("1x8x512x64", "--gpu", "nvidia-nobody"), ParameterError, "--arch too, got 'nvidia-nobody'"),
         (("1x8x512x64", "--gpu", "nvidia-nobody", "--arch", "sm_1"), ParameterError, "arch: wanted one of"),
         (("1x8x512x64", "--gpu", ".."), ParameterError, "gpu: wanted a folder under data/, such as nvidia-h200"),
         (("1x8x512x64", "--arch", "sm_80"), ParameterError, "arch: wanted --gpu too"),

@@ -1,11 +1,12 @@
-"""The libraries measured beside the stages, in the same run and on the same values.
+"""Libraries (peers) that are measured with the stages, in the same run and on the same inputs.
 
-A peer takes contiguous torch tensors in the layout it is made for (`Peer.layout`), `bhsd`: Q (batch, q_heads, q_len,
-head_dim), K and V (batch, kv_heads, kv_len, head_dim), or `bshd`, length before heads; and returns O like Q. Each says
-why it cannot do a problem, so that a missing one is named and never silently dropped.
+A peer takes contiguous torch tensors in its own layout (`Peer.layout`), `bhsd`: Q (batch, q_heads, q_len, head_dim), K
+and V (batch, kv_heads, kv_len, head_dim), or `bshd`, length before heads; and returns O like Q. Each reports why it
+does not support a problem, so that a missing one is named and never silently dropped.
 
 Causal masks: flashlab aligns them bottom right (as FlashAttention does); torch's `is_causal` aligns top left. They
-agree for square problems alone, so where q_len and kv_len differ a peer gets an explicit bottom-right mask, or says no.
+agree only for square problems; if q_len and kv_len differ, a peer gets an explicit bottom-right mask, or is
+unsupported.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from flashlab.core.problem import UNLIMITED, Feature, Precision, Problem
 Attention = Callable[[Any, Any, Any], Any]
 """(q, k, v) -> out, torch tensors; enqueues on torch's current stream."""
 Limit = Callable[[Problem], str | None]
-"""Why a problem is beyond a peer, from the problem alone; None where it is not."""
+"""Explains why a peer does not support a problem, independent of the machine; None if it does."""
 Layout = Literal["bhsd", "bshd"]
-"""Order of the dimensions in memory: batch, heads, sequence (length), head dim; or length before heads."""
+"""Dimension order in memory: batch, heads, sequence, head dim; or sequence before heads."""
 
 
 def _limit(why: str, when: Callable[[Problem], bool]) -> Limit:
-    """The limit of problems that are so; `why` may name fields of the `problem` in braces."""
+    """Build a limit from a condition; `why` may name fields of the `problem` in braces."""
     return lambda problem: why.format(problem=problem) if when(problem) else None
 
 
@@ -53,11 +54,11 @@ class Peer:
     name: str
     title: str
     how: str
-    """The call, for people."""
+    """The call, for display."""
     build: Callable[[Problem], Attention]
-    """The callable for one problem. May compile, then or at its first call; imports what it needs.
+    """Builds the callable for a problem, importing what it needs. May compile then or at the first call.
 
-    One that chooses among several ways says which in its attribute `choice`, empty before the first call.
+    A callable that selects among implementations has an attribute `choice`, empty before the first call.
     """
     refuses: tuple[Limit, ...] = (_rows_without_keys,)
     packages: tuple[tuple[str, str], ...] = _TORCH
@@ -65,26 +66,26 @@ class Peer:
     min_capability: tuple[int, int] = (7, 5)
     max_capability: tuple[int, int] | None = None
     needs_memory: bool = False
-    """True where it holds all scores at once."""
+    """Whether it materialises all scores."""
     max_q_len: int | None = None
-    """Query rows a sequence up to which it is measured; None: any."""
+    """Maximum query length at which it is measured; None: no limit."""
     layout: Layout = "bhsd"
-    """What it is made for, and gets."""
+    """Its native layout, in which it gets its inputs."""
     features: tuple[Feature, ...] = ()
-    """What else it can be asked for."""
+    """Supported optional features."""
     writes_lse: bool | None = None
-    """Whether a call under `torch.no_grad()` writes a log-sum-exp too, by its source; None where that depends on what
-    it chooses."""
+    """Whether a call under `torch.no_grad()` also writes a log-sum-exp, by its source; None if that depends on its
+    choice."""
     compile_s: float = 0.0
-    """About how long it compiles at a new shape, seconds."""
+    """Approximate compilation time for a new shape, in seconds."""
     wheel: str = ""
-    """A third party's build that it is called from, which lacks element types that the library's source has."""
+    """Third-party wheel used, which lacks data types that the library's source supports."""
     precision: Precision = "input"
-    """What it rounds the inputs to. One in FP8 is measured only where it is named, judged against the same computation
-    in FP8, and never the fastest library that a ratio is of."""
+    """Precision of its inputs. An FP8 peer is measured only if named, judged against the same computation in FP8, and
+    never counts as the fastest library."""
 
     def limits(self, problem: Problem) -> str | None:
-        """Why this problem is beyond it, from the problem alone; None when it is not."""
+        """Explain why it does not support a problem, independent of the machine; None if it does."""
         if self.max_q_len is not None and problem.q_len > self.max_q_len:
             return f"it is measured with at most {self.max_q_len} query rows a sequence, got {problem.q_len}"
         for name in problem.features:
@@ -93,19 +94,19 @@ class Peer:
         return next(filter(None, (limit(problem) for limit in self.refuses)), None)
 
     def wrote_lse(self, choice: str = "") -> bool | None:
-        """Whether what was timed wrote a log-sum-exp, given what it chose; None where that is not known."""
+        """Whether the timed call wrote a log-sum-exp, given its choice; None if unknown."""
         return _BACKENDS_WRITE_LSE.get(choice, self.writes_lse)
 
     def require(
         self, problem: Problem, *, compute_capability: tuple[int, int] | None = None, free_bytes: int | None = None
     ) -> None:
-        """Raise why this peer cannot do `problem` here.
+        """Check that this peer supports `problem` here.
 
-        `compute_capability` and `free_bytes` (device memory) are checked where given.
+        `compute_capability` and `free_bytes` (device memory) are checked if given.
 
         Raises:
             MissingPackageError: it is not installed.
-            UnsupportedError: it cannot do this problem, or not here.
+            UnsupportedError: it does not support this problem, or not here.
         """
         for module, requirement in self.packages:
             if not _installed(module):
@@ -135,15 +136,15 @@ class Peer:
 
 
 def in_layout(layout: Layout, *tensors: Any) -> tuple[Any, ...]:
-    """Contiguous torch tensors (batch, heads, length, head_dim) as a peer of that layout takes them.
+    """Convert contiguous torch tensors (batch, heads, length, head_dim) to the layout of a peer.
 
-    Themselves for `bhsd`, copies for `bshd`.
+    Returns the tensors themselves for `bhsd`, copies for `bshd`.
     """
     return tensors if layout == "bhsd" else tuple(tensor.transpose(1, 2).contiguous() for tensor in tensors)
 
 
 def bhsd_view(layout: Layout, out: Any) -> Any:
-    """A peer's output as (batch, heads, length, head_dim), a view."""
+    """View a peer's output as (batch, heads, length, head_dim)."""
     return out if layout == "bhsd" else out.transpose(1, 2)
 
 
@@ -155,7 +156,7 @@ def _installed(module: str) -> bool:
 
 
 def _bottom_right_mask(problem: Problem) -> Any:
-    """True where query i sees key j. (q_len, kv_len) on the current GPU."""
+    """Bottom-right causal mask, bool (q_len, kv_len) on the current GPU; True if visible."""
     torch = importlib.import_module("torch")
     ones = torch.ones(problem.q_len, problem.kv_len, dtype=torch.bool, device="cuda")
     return ones.tril(problem.kv_len - problem.q_len)
@@ -170,7 +171,7 @@ _BACKENDS_WRITE_LSE: Mapping[str, bool] = {
     "EFFICIENT_ATTENTION": False,
     "MATH": False,
 }
-"""torch's backends where no gradient is wanted (aten/src/ATen/native/transformers/attention.cpp): cuDNN and the
+"""Backends of torch without gradients (aten/src/ATen/native/transformers/attention.cpp): cuDNN and the
 memory-efficient kernel are called with `compute_logsumexp` false, flash has no such switch and allocates it always."""
 
 
@@ -184,13 +185,13 @@ def _sdpa_arguments(problem: Problem) -> dict[str, Any]:
 
 
 class _DefaultSdpa:
-    """torch's SDPA by its own choice of a backend, which its first call asks for."""
+    """torch's SDPA with its own choice of backend, queried at the first call."""
 
     def __init__(self, problem: Problem) -> None:
         self._torch = importlib.import_module("torch")
         self._arguments = _sdpa_arguments(problem)
         self.choice = ""
-        """The backend's name; empty before the first call."""
+        """Name of the backend; empty before the first call."""
 
     def __call__(self, q: Any, k: Any, v: Any) -> Any:
         if not self.choice:
@@ -200,7 +201,7 @@ class _DefaultSdpa:
 
 
 def _pinned_sdpa(backend: str, **others: Any) -> Peer:
-    """torch's SDPA with one of its backends; `others` are fields of `Peer`."""
+    """Build a peer for torch's SDPA with a fixed backend; `others` are fields of `Peer`."""
 
     def build(problem: Problem) -> Attention:
         attend = importlib.import_module("torch").nn.functional.scaled_dot_product_attention
@@ -276,13 +277,13 @@ def _flex(problem: Problem) -> Attention:
 
 
 class _TritonFA2:
-    """kernels/peers/triton_fa2.py on one problem. Its first call finds the sizes: some seconds."""
+    """kernels/peers/triton_fa2.py on one problem. The first call autotunes, for some seconds."""
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
         self._sizes: Mapping[str, Any] | None = None
         self.choice = ""
-        """The sizes, for people; empty before the first call."""
+        """Tile sizes, for display; empty before the first call."""
 
     def __call__(self, q: Any, k: Any, v: Any) -> Any:
         problem = self._problem
@@ -303,7 +304,7 @@ class _TritonFA2:
         return -(-self._problem.q_len // chosen["BLOCK_M"]), self._problem.batch * self._problem.q_heads
 
     def _compile(self, tuned: Any, arguments: Sequence[Any], constants: Mapping[str, Any]) -> None:
-        """All sizes, several at once: the autotuner compiles one after the other what it does not find."""
+        """Compile all configurations in parallel, since the autotuner would compile them sequentially."""
         compilation = importlib.import_module("triton.runtime._async_compile")
         with (
             ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool,
@@ -314,7 +315,7 @@ class _TritonFA2:
 
 @cache
 def _triton_fa2_module() -> Any:
-    """The file as a module, once a process: it keeps what was compiled and chosen."""
+    """Import the file as a module, once per process, so that its caches persist."""
     spec = importlib.util.spec_from_file_location("flashlab_triton_fa2", KERNELS / "peers" / "triton_fa2.py")
     assert spec is not None
     assert spec.loader is not None
@@ -327,16 +328,16 @@ def _triton_fa2_module() -> Any:
 
 
 BESIDE = "sdpa"
-"""The library that a choice is held against: torch's SDPA, with its own choice of kernels."""
+"""The library with which selections are compared: torch's SDPA with its own choice of kernels."""
 FEW_ROWS = 64
-"""Query rows below which a library that can split keys is let: decoding."""
+"""Query rows below which libraries may split keys (decoding)."""
 
 
 _FA3, _FA4 = "fa3_fwd_interface", "flash_attn.cute"
 
 
 def _flash_attention(module: str, unlimited: int | None, problem: Problem) -> Attention:
-    """One of flash-attention's own packages; `unlimited`: a side of a window that hides no key."""
+    """Build a call of a flash-attention package; `unlimited` is its value for a window side without limit."""
     attention = importlib.import_module(module).flash_attn_func
     # It splits no keys by default; 0 leaves the number of splits to it, as its own function for a cache does.
     can_split = "num_splits" in inspect.signature(attention).parameters
@@ -355,7 +356,7 @@ def _flash_attention(module: str, unlimited: int | None, problem: Problem) -> At
 
 
 class _Fp8:
-    """FlashAttention-3 on one problem and one set of tensors, which its first call rounds."""
+    """FlashAttention-3 in FP8 on one problem and set of tensors, which the first call quantises."""
 
     def __init__(self, attention: Callable[..., Any], problem: Problem) -> None:
         self._attention, self._problem = attention, problem
@@ -372,7 +373,7 @@ class _Fp8:
         return out[0] if isinstance(out, tuple) else out
 
     def _rounded(self, x: Any) -> tuple[Any, Any]:
-        """(batch, length, heads, head_dim) in e4m3 and float32 (batch, kv_heads): the largest number becomes 448."""
+        """Quantise (batch, length, heads, head_dim) to e4m3 with scales (batch, kv_heads); the maximum becomes 448."""
         torch = importlib.import_module("torch")
         by_head = x.float().unflatten(2, (self._problem.kv_heads, -1))
         scale = by_head.abs().amax(dim=(1, 3, 4)).clamp(min=torch.finfo(torch.float32).tiny) / 448
@@ -383,23 +384,22 @@ class _Fp8:
 
 
 _PAGE = 16
-"""Keys a page: what vLLM and SGLang have by default."""
+"""Keys per page, the default of vLLM and SGLang."""
 
 
 class FlashInferPages:
-    """FlashInfer's decoding over a cache in pages: by CUDA cores and by tensor cores, of which its first call takes the
-    faster.
+    """FlashInfer's decoding over a paged KV cache, on CUDA or tensor cores, whichever the first call finds faster.
 
-    What plans a call (how the keys are split) is done once and not timed, as a model does it once for all its layers.
+    Planning a call (how keys are split) is done once and not timed, as a model plans once for all layers.
     """
 
     def __init__(self, problem: Problem, ends: Any, order: Any, last: Any) -> None:
-        """Plan, by the heads, head dim and type of `problem`.
+        """Plan for the heads, head dim and dtype of `problem`.
 
         Args:
-            ends: int32 (batch + 1,), where each sequence's pages begin and end in `order`.
-            order: int32, page numbers of one sequence after the other.
-            last: int32 (batch,), keys in each sequence's last page.
+            ends: int32 (batch + 1,), boundaries of the sequences in `order`.
+            order: int32, concatenated page numbers of all sequences.
+            last: int32 (batch,), number of keys in the last page of each sequence.
         """
         self._torch = torch = importlib.import_module("torch")
         flashinfer = importlib.import_module("flashinfer")
@@ -421,13 +421,13 @@ class FlashInferPages:
         """The way, for people; empty before the first call."""
 
     def __call__(self, q: Any, cache: tuple[Any, Any]) -> Any:
-        """Of q (batch, q_heads, head_dim) and pools (pages, page size, kv_heads, head_dim): the output, like q."""
+        """Compute the output for q (batch, q_heads, head_dim) and page pools (pages, page size, kv_heads, head_dim)."""
         if not self.choice:
             self.choice = min(self._ways, key=lambda way: self._gpu_ms(self._ways[way], q, cache))
         return self._ways[self.choice].run(q, cache)
 
     def _gpu_ms(self, wrapper: Any, rows: Any, cache: tuple[Any, Any]) -> float:
-        """GPU time of ten calls, queued behind a wait, so that the host's part of a call does not count."""
+        """GPU time of ten calls, queued behind a spin, so that host time is excluded."""
         cuda = self._torch.cuda
         wrapper.run(rows, cache)
         began, ended = (cuda.Event(enable_timing=True) for _ in range(2))
@@ -441,7 +441,7 @@ class FlashInferPages:
 
 
 class _FlashInfer:
-    """FlashInfer on one problem: a contiguous cache is one of pages that follow each other."""
+    """FlashInfer on one problem, whose contiguous cache is passed as consecutive pages."""
 
     def __init__(self, problem: Problem) -> None:
         pages = problem.kv_len // _PAGE
@@ -459,9 +459,9 @@ class _FlashInfer:
 
 
 _WAIT_CYCLES = 20_000_000
-"""Some ten milliseconds, in which the host enqueues all the calls."""
+"""About ten milliseconds, in which the host enqueues all calls."""
 _WORKSPACE_BYTES = 128 << 20
-"""What FlashInfer's documentation recommends."""
+"""Size recommended by FlashInfer's documentation."""
 
 
 # --- all of them ------------------------------------------------------------------------------------------------------
@@ -622,13 +622,13 @@ PEERS: Mapping[str, Peer] = {
 
 
 def default_names(problems: Sequence[Problem]) -> list[str]:
-    """The libraries that are measured on problems where none are named: no FP8, and none for fewer query rows."""
+    """Libraries measured on problems by default: none in FP8, and none limited to fewer query rows."""
     rows = min((problem.q_len for problem in problems), default=1)
     return [name for name in PEERS if is_rival(name) and (PEERS[name].max_q_len or rows) >= rows]
 
 
 def is_rival(name: str) -> bool:
-    """Whether a ratio to the fastest library may be of it: it computes in the type of its inputs."""
+    """Whether it may count as the fastest library, i.e. computes in the dtype of its inputs."""
     return name not in PEERS or PEERS[name].precision == "input"
 
 
@@ -640,11 +640,11 @@ DISTRIBUTIONS = tuple(
         if not requirement.startswith("flashlab[")
     )
 )
-"""What is installed for libraries alone; records name the versions."""
+"""Packages installed only for libraries; records name their versions."""
 
 
 def get(name: str) -> Peer:
-    """The peer of that name.
+    """Look up a peer by name.
 
     Raises:
         ParameterError: there is none.

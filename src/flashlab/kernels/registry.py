@@ -1,13 +1,13 @@
-"""The registry: every kernel, what it asks, and what it takes. Tests, CLI, notebooks and figures iterate `STAGES`.
+"""Registry of kernels: questions, requirements and tunables. Tests, CLI, notebooks and figures iterate `STAGES`.
 
 A stage is three files that share its id, and nothing else lists stages:
 
     kernels/16_ones_column.cu         its source (`.py` for Triton)
-    kernels/16_ones_column.toml       its entry: the fields of `Stage`, but for those that the file's place says
+    kernels/16_ones_column.toml       its entry: the fields of `Stage`, except those given by the file's path
     site/stages/16_ones_column.md     its page
 
-Three kinds of stages are off the ladder, in folders of their own below kernels/ and site/: `decode/` has kernels for
-problems that no rung is made for, `fp8/` those for inputs in FP8, `dead_ends/` what was tried and led nowhere.
+Three kinds of stages are off the ladder, in folders below kernels/ and site/: `decode/` for decoding, `fp8/` for FP8
+inputs, and `dead_ends/` for what did not work.
 """
 
 from __future__ import annotations
@@ -32,12 +32,11 @@ from flashlab.core.problem import FIRST_SHAPE, Cache, DType, Feature, Mask, Prec
 
 Language = Literal["cuda", "triton"]
 Place = Literal["ladder", "decode", "fp8", "dead_ends"]
-"""`ladder`: a rung, each of which replaces the one before. `decode`: for few query rows against many keys, which no
-rung is made for; it is compared with rungs and replaces none. `fp8`: for inputs stored in FP8, which no rung takes.
-`dead_ends`: tried, and kept for what it shows."""
+"""`ladder`: a rung, which replaces the one before. `decode`: for few query rows and many keys; compared with rungs, but
+replaces none. `fp8`: for FP8 inputs, which no rung supports. `dead_ends`: did not work, kept for what it shows."""
 Arch = Literal["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120"]
 PORTABLE_CLUSTER, LARGEST_CLUSTER = 8, 16
-"""Blocks a cluster: what every GPU with clusters takes, and what some do where a kernel allows it."""
+"""Maximum cluster sizes: portable, and non-portable, which some GPUs support if a kernel allows it."""
 _RUNG_ID = r"(\d\d|t\d)(_[a-z0-9]+)+"
 _IDS: Mapping[Place, tuple[str, str]] = {
     "ladder": (_RUNG_ID, "17_words or t1_words"),
@@ -45,9 +44,9 @@ _IDS: Mapping[Place, tuple[str, str]] = {
     "fp8": (r"f\d(_[a-z0-9]+)+", "f0_words"),
     "dead_ends": (rf"[a-z][a-z0-9]*(_[a-z0-9]+)*|{_RUNG_ID}", "words in lower case"),
 }
-"""What ids look like, and that for people. A dead end that was a rung keeps the id that it had."""
+"""Patterns of ids, with descriptions. A dead end that was a rung keeps its id."""
 ARCHS: tuple[Arch, ...] = get_args(Arch)
-"""The architectures flashlab compiles for, oldest first."""
+"""Supported architectures, the oldest first."""
 
 
 def capability(arch: str) -> tuple[int, int]:
@@ -57,12 +56,12 @@ def capability(arch: str) -> tuple[int, int]:
 
 
 def arch_for(compute_capability: tuple[int, int]) -> str:
-    """The newest of `ARCHS` whose machine code a GPU of that compute capability runs.
+    """Return the newest of `ARCHS` whose machine code runs on a compute capability.
 
-    Machine code runs on the same major version and an equal or higher minor one; `a` targets on exactly theirs.
+    Machine code runs on the same major version and an equal or higher minor one; `a` targets only on their own.
 
     Raises:
-        UnsupportedError: none does.
+        UnsupportedError: there is none.
     """
     fitting = [
         arch
@@ -93,10 +92,10 @@ class Param:
 
     default: _Value
     choices: tuple[_Value, ...]
-    """Values known to compile for some head dim, ascending; others may fail a static_assert, which names the reason."""
+    """Values that compile for some head dim, ascending; for others, they may fail a static_assert that says why."""
     meaning: _Text
     by_head_dim: Mapping[int, _Value] = field(default_factory=dict)
-    """Defaults for a head dim, where `default` does not suit."""
+    """Defaults of head dims that differ from `default`."""
 
     @model_validator(mode="after")
     def _check(self) -> Param:
@@ -113,18 +112,18 @@ class Param:
 
 @dataclass(frozen=True, kw_only=True, config=_ENTRY)
 class Expected:
-    """A number of a stage's prediction, so that it can be scored: a range, at one problem."""
+    """A number of a stage's prediction as a range at a problem, for scoring."""
 
     words: _Text
-    """The part of the prediction that says it. "About" a number is taken for 10 % below to 10 % above it."""
+    """The part of the prediction with the number. "About" a number is read as ±10 %."""
     low: Annotated[float, Field(gt=0)]
     high: Annotated[float, Field(gt=0)]
     of: Literal["tflops", "ratio"] = "tflops"
-    """`tflops`: a rate, TFLOP/s. `ratio`: the rate over that of `over`."""
+    """`tflops`: rate in TFLOP/s. `ratio`: rate relative to that of `over`."""
     over: str | None = None
-    """A stage's id; None: the parent's."""
+    """Stage id; default: the parent."""
     over_inputs: str | None = None
-    """The kind of inputs that `over` is taken on; None: the same."""
+    """Kind of inputs of `over`; default: the same."""
     shape: str = FIRST_SHAPE
     mask: Mask = "full"
     dtype: DType = "float16"
@@ -141,84 +140,82 @@ class Expected:
 
     @property
     def problem(self) -> Problem:
-        """Where it is expected."""
+        """The problem of the prediction."""
         return replace(Problem.parse(self.shape, dtype=self.dtype, mask=self.mask), inputs=self.inputs)
 
 
 @dataclass(frozen=True, kw_only=True, config=_ENTRY)
 class Excerpt:
-    """Lines of a kernel that its change comes down to, found by what stands in them (`text.lines`)."""
+    """Key lines of a kernel's change, identified by their contents (`text.lines`)."""
 
     first: _Text
-    """What the first line contains; no other line of the file does."""
+    """Text of the first line, unique in the file."""
     last: str = ""
-    """What the last line contains, the first such line from `first` on; empty: one line alone."""
+    """Text of the last line, the first match after `first`; empty: only one line."""
     file: str = ""
     """A header of kernels/common/; empty: the kernel itself."""
 
 
 @dataclass(frozen=True, kw_only=True, config=_ENTRY)
 class Stage:
-    """One kernel, on the ladder or off it. Each field but the first two is one of its entry."""
+    """A kernel, on the ladder or off it. All fields but the first two are those of its entry."""
 
     id: str
-    """Its file's name, without the suffix."""
+    """Stem of its files."""
     place: Place = "ladder"
-    """By the folder that its file is in."""
+    """Given by the folder of its files."""
     title: _Text
     parent: str | None = None
     """None for the ladder's first stage."""
     order: float = float("inf")
-    """Where it stands in lists; the number in its id where the entry has none."""
+    """Position in lists; default: the number in its id."""
     question: _Text
     change: _Text
     """The one idea that separates it from its parent."""
     prediction: _Text
-    """What was expected of it before it ran."""
+    """Prediction, written before the first run."""
     expected: tuple[Expected, ...] = ()
     """The numbers in the prediction."""
     key_lines: tuple[Excerpt, ...] = ()
-    """The lines that the journey quotes; a stage without any is not on it."""
+    """Lines quoted by the journey page, which omits stages without any."""
     language: Language = "cuda"
     """`cuda`: C++, compiled by NVRTC, and by a C++ compiler for the CPU. `triton`: Python, compiled by Triton, which
     also interprets it on a CPU."""
     min_arch: Arch = "sm_75"
     max_arch: Arch | None = None
-    """The last architecture that has its instructions; None where newer ones keep them."""
+    """Last architecture with its instructions; None if newer ones have them too."""
     dtypes: Annotated[tuple[DType, ...], Field(min_length=1)] = ("float16",)
     head_dims: Annotated[tuple[int, ...], Field(min_length=1)] = (64, 128)
     features: tuple[Feature, ...] = ()
-    """What else a call may ask for; each reaches the kernel as a macro of its name, 1, where it is asked for."""
+    """Supported optional features; each defines a macro of its name as 1 when used."""
     max_rows: Annotated[int, Field(gt=0)] | None = None
-    """The most query rows a K/V head that it takes: query heads that share it times q_len; None: any number."""
+    """Maximum query rows per K/V head, i.e. q_len times query heads per K/V head; None: no limit."""
     params: Mapping[str, Param] = field(default_factory=dict)
     ablations: Mapping[str, Param] = field(default_factory=dict)
-    """Macros that ablations set and nobody tunes. The kernel has their defaults itself, so that they reach it only
-    where they are named."""
+    """Macros of ablations, which are not tuned. The kernel defines their defaults, and they are passed only if
+    named."""
     spills: Mapping[int, tuple[Arch, ...]] = field(default_factory=dict)
-    """Head dim to the architectures on which some registers may spill to local memory; anywhere else a spill fails the
-    build."""
+    """Architectures on which registers may spill, by head dim; elsewhere, a spill fails the build."""
     tensor_maps: bool = False
-    """Whether the kernel takes tensor maps (kernels/common/hopper.cuh) beside its parameters."""
+    """Whether the kernel has a second argument with tensor maps (kernels/common/hopper.cuh)."""
     wmma_strides: bool = False
-    """Whether its fast path hands row strides to WMMA loads, which take 32 bits without a sign."""
+    """Whether its fast path passes row strides to WMMA loads, which take unsigned 32-bit values."""
     early_launch: bool = False
     """Whether it may be launched while the kernel before it on its stream still runs (programmatic dependent launch):
     it waits for that itself before it touches global memory."""
     by_name_only: str = ""
-    """Why `flashlab.attention` runs it only where it is named; empty where it may be chosen."""
+    """Why `flashlab.attention` never selects it by default; empty if it may."""
     kernel: str | None = None
-    """The stage whose source it runs with other tunables; None: its own."""
+    """The stage whose source it uses with other tunables; default: its own."""
     runner: str | None = None
-    """The module that launches it, or that runs it on a CPU, where the core cannot; imported at the launch. What it
-    offers is in `attention._runner`."""
+    """Module that launches it, or runs it on a CPU, in place of the core; see `attention._runner`."""
     precision: Precision = "input"
-    """What its numbers are rounded to; it is judged against the same computation at that precision."""
+    """Precision of its computation, at which it is judged."""
     defect: str = ""
-    """Why its output is wrong, where it is kept for being wrong; empty where it is right."""
+    """Why its output is wrong, for a dead end kept for that; empty if it is correct."""
     variants: tuple[Mapping[str, int], ...] = ()
-    """Values of tunables that are measured beside the defaults of a stage off the ladder, because they show why it is a
-    dead end, or what its choices are worth."""
+    """Tunables of a stage off the ladder to measure besides its defaults, because they show why it is a dead end, or
+    what its choices contribute."""
 
     @model_validator(mode="after")
     def _check(self) -> Stage:
@@ -245,13 +242,13 @@ class Stage:
 
     @property
     def retired(self) -> bool:
-        """Whether a dead end once stood on the ladder, as its numbered id says. Runs that measured it then are runs of
-        the ladder as it was."""
+        """Whether a dead end was once on the ladder, as its numbered id shows. Runs that measured it then count as runs
+        of the ladder."""
         return self.dead_end and re.fullmatch(_RUNG_ID, self.id) is not None
 
     @property
     def folder(self) -> str:
-        """Where its source and entry are, under kernels/."""
+        """Folder of its source and entry below kernels/."""
         return _FOLDERS[self.place]
 
     @property
@@ -271,7 +268,7 @@ class Stage:
 
     @property
     def variant_names(self) -> tuple[str, ...]:
-        """`variants` as they are named while they are measured."""
+        """Names of `variants` in measurements."""
         return tuple(variant_name(self.id, variant) for variant in self.variants)
 
     @property
@@ -282,20 +279,20 @@ class Stage:
 
     @property
     def needs(self) -> str:
-        """Its architectures for people: `sm_80 or newer`, `sm_90a`."""
+        """Its architectures, for display: `sm_80 or newer`, `sm_90a`."""
         if self.max_arch is None:
             return f"{self.min_arch} or newer"
         return self.min_arch if self.max_arch == self.min_arch else f"{self.min_arch} to {self.max_arch}"
 
     def may_spill(self, head_dim: int, arch: str) -> bool:
-        """Whether registers may spill to local memory there. What Triton does with them is its own affair."""
+        """Whether registers may spill to local memory; always for Triton, which allocates them itself."""
         return self.language == "triton" or arch in self.spills.get(head_dim, ())
 
     def parameters(self, head_dim: int, overrides: Mapping[str, SupportsIndex] | None = None) -> dict[str, int]:
-        """Every tunable's value: the default for `head_dim`, replaced by `overrides`; and of `ablations` those named.
+        """Values of all tunables: the defaults for `head_dim`, replaced by `overrides`, which may include `ablations`.
 
         Raises:
-            ParameterError: an override that is no tunable of this stage, or no integer.
+            ParameterError: an override is not a tunable of this stage, or not an integer.
         """
         values = {name: param.default_for(head_dim) for name, param in self.params.items()}
         for name, value in (overrides or {}).items():
@@ -307,7 +304,7 @@ class Stage:
         return {name: values[name] for name in (*self.params, *self.ablations) if name in values}
 
     def why_not(self, problem: Problem, arch: str | None = None) -> str | None:
-        """Why this stage cannot run `problem` (on `arch`, where given); None when it can."""
+        """Explain why this stage does not support `problem`, on `arch` if given; None if it does."""
         if problem.dtype not in self.dtypes:
             works = _runnable(dtype=problem.dtype)
             return f"Stage {self.id} takes {' or '.join(self.dtypes)}, got {problem.dtype}. {works}"
@@ -327,7 +324,7 @@ class Stage:
         return None
 
     def require(self, problem: Problem, arch: str | None = None) -> None:
-        """Raises `UnsupportedError` with the reason where this stage cannot run `problem` on `arch`."""
+        """Raise `UnsupportedError`, with the reason, if this stage does not support `problem` on `arch`."""
         reason = self.why_not(problem, arch)
         if reason:
             raise UnsupportedError(reason)
@@ -346,7 +343,7 @@ def _runnable(*, dtype: DType | None = None, arch: str | None = None, feature: F
 
 
 def get(stage_id: str) -> Stage:
-    """The stage of that id, on the ladder or off it.
+    """Look up a stage by id, on the ladder or off it.
 
     Raises:
         UnknownStageError: there is none.
@@ -360,10 +357,10 @@ def get(stage_id: str) -> Stage:
 
 
 def resolve(name: str) -> str:
-    """The full id for an id or a unique prefix of one: `16` is `16_ones_column`. What stands in brackets is kept.
+    """Expand a unique prefix of an id: `16` to `16_ones_column`. Tunables in brackets are kept.
 
     Raises:
-        UnknownStageError: no id begins so, or several do.
+        UnknownStageError: the prefix matches no id, or several.
     """
     prefix, bracket, tunables = name.partition("[")
     ids = (*STAGES, *OFF_LADDER)
@@ -376,7 +373,7 @@ def resolve(name: str) -> str:
 
 
 def _unknown(name: str) -> UnknownStageError:
-    """That no stage has that id, with what was probably meant."""
+    """Build the error for an unknown id, with a suggestion."""
     if name.partition("[")[0] in {*STAGES, *OFF_LADDER}:
         return UnknownStageError(
             f"stage: wanted an id alone, got {name!r}. Values of tunables in brackets are for `flashlab check`, `sass` "
@@ -398,7 +395,7 @@ def _unknown(name: str) -> UnknownStageError:
 
 
 def variant_name(stage_id: str, variant: Mapping[str, int]) -> str:
-    """How a stage with those tunables is named while it is measured: `09_wgmma[STAGES=3]`."""
+    """Name of a stage with tunables in measurements: `09_wgmma[STAGES=3]`."""
     return f"{stage_id}[{','.join(f'{name}={value}' for name, value in sorted(variant.items()))}]"
 
 
@@ -406,10 +403,10 @@ _VARIANT = re.compile(r"\[(?P<values>[^\[\]]*)\]$")
 
 
 def variant_in(name: str) -> dict[str, int]:
-    """The tunables in a name that `variant_name` wrote; empty where it has none.
+    """Parse the tunables in a name of `variant_name`; may be empty.
 
     Raises:
-        ParameterError: something else stands in the brackets.
+        ParameterError: the brackets contain anything else.
     """
     match = _VARIANT.search(name)
     tunables: dict[str, int] = {}
@@ -422,10 +419,10 @@ def variant_in(name: str) -> dict[str, int]:
 
 
 def parse(name: str) -> tuple[Stage, dict[str, int]]:
-    """The stage and the tunables in a name that `variant_name` wrote, or in an id alone.
+    """Parse a name of `variant_name`, or an id, into stage and tunables.
 
     Raises:
-        UnknownStageError, ParameterError: no such stage, or no such tunable of it.
+        UnknownStageError, ParameterError: no such stage, or it has no such tunable.
     """
     variant = variant_in(name)
     stage = get(_VARIANT.sub("", name))
@@ -435,40 +432,40 @@ def parse(name: str) -> tuple[Stage, dict[str, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class Implementation:
-    """What is checked or timed under a name: a stage, with values of its tunables, or a library."""
+    """A stage with tunables, or a library, as checked or timed under a name."""
 
     kind: Literal["stage", "peer"] = "stage"
     id: str
-    """A stage's id, or a peer's name."""
+    """Stage id, or name of a library."""
     params: Mapping[str, int] = field(default_factory=dict)
-    """Values of tunables by name, those of `Stage.ablations` too; what is not named is what whoever runs it takes."""
+    """Tunables by name, including `Stage.ablations`; the others are chosen by the runner."""
     source: Path | None = None
-    """An edited copy of the stage's file, in place of it."""
+    """Edited copy of the stage's source, used instead of it."""
     lse_of: str | None = None
-    """Timed with the log-sum-exp on, as the second row of the implementation of that name."""
+    """Name of the implementation of which this is the second row, timed with the log-sum-exp."""
     may_spill: bool = False
     judged: bool = True
-    """Whether the oracle sees its output; False where that is wrong by construction."""
+    """Whether its output is checked; False if it is wrong by construction."""
     record: Mapping[str, Any] = field(default_factory=dict)
-    """What its records say of it beyond what was measured."""
+    """Further fields of its records."""
 
     @property
     def stage(self) -> Stage:
-        """The stage, where it is one."""
+        """The stage, unless it is a library."""
         return get(self.id)
 
 
 def implementations(
     stage_ids: Iterable[str] | None, sources: Mapping[str, Path] | None = None
 ) -> dict[str, Implementation]:
-    """Stages by the names that their rows have, each once.
+    """Stages by the names of their rows, without duplicates.
 
     Args:
-        stage_ids: the ladder where None. With values of tunables as `wmma_no_smem[COLUMN_LANES=32]`.
-        sources: edited copies of a stage's file, by its id or by `id@file`, which is what each is named.
+        stage_ids: default: the ladder. Tunables as in `wmma_no_smem[COLUMN_LANES=32]`.
+        sources: edited copies of sources, by stage id or by row name, `id@file`.
 
     Raises:
-        UnknownStageError, ParameterError: a stage, tunable or file that is not there.
+        UnknownStageError, ParameterError: an unknown stage or tunable, or a missing file.
     """
     named: dict[str, Implementation] = {}
     for name in STAGES if stage_ids is None else stage_ids:
@@ -477,18 +474,18 @@ def implementations(
     for name, source in (sources or {}).items():
         stage_id = get(name.partition("@")[0]).id
         if not source.is_file():
-            raise ParameterError(f"source of {stage_id}: wanted a CUDA C++ file, got {source}, which is none")
+            raise ParameterError(f"source of {stage_id}: wanted a CUDA C++ file, got {source}")
         named[f"{stage_id}@{source.stem}"] = Implementation(id=stage_id, source=source.resolve())
     return named
 
 
 def best(problem: Problem, arch: str | None) -> Stage:
-    """The last rung of the ladder that runs `problem` on `arch`; None is a CPU, which runs every stage.
+    """Return the last rung of the ladder that supports `problem` on `arch`; None is a CPU, which runs every stage.
 
-    Stages in another language than C++ stand beside the ladder, and run where they are named.
+    Stages in languages other than C++ run only if named.
 
     Raises:
-        UnsupportedError: none does; the message has the head dims that work there, or each stage's reason.
+        UnsupportedError: there is none; the message has the supported head dims, or each stage's reason.
     """
     ladder = [stage for stage in STAGES.values() if stage.language == "cuda"]
     for stage in reversed(ladder):
@@ -516,10 +513,10 @@ def able(stages: Iterable[Stage], problems: Sequence[Problem], arch: str | None 
 
 
 def parse_entry(text: str, stage_id: str, *, place: Place = "ladder") -> Stage:
-    """A stage from the text of its entry.
+    """Parse the entry of a stage.
 
     Raises:
-        DataError: it is no TOML, lacks a field, has one that there is not, or a value that does not fit.
+        DataError: the text is not TOML, or has a missing, unknown or invalid field.
     """
     entry = f"kernels/{_FOLDERS[place]}{stage_id}.toml"
     number = re.match(r"\d+", stage_id)
@@ -539,7 +536,7 @@ _STAGE = TypeAdapter(Stage)
 
 
 def reason(error: Any) -> str:
-    """One of `ValidationError.errors()`, for people: the field, what was wanted, what came."""
+    """Format one of `ValidationError.errors()`: the field, what was wanted, what was got."""
     name = ".".join(str(part) for part in error["loc"])
     message = re.sub(r"^\w+ should (be|have) ", "wanted ", error["msg"].removeprefix("Value error, "))
     match error["type"]:
@@ -553,11 +550,11 @@ def reason(error: Any) -> str:
 
 
 def load(folder: Path = KERNELS) -> dict[str, Stage]:
-    """Every stage with an entry in `folder`, by id, as lists show them: the ladder, those for decoding, the dead ends.
+    """Load all stages with an entry in `folder`, by id, in the order of lists.
 
     Raises:
-        DataError: there is no such folder; an entry is none, see `parse_entry`; or its parent or kernel is no stage
-            that comes before it.
+        DataError: the folder does not exist, an entry is invalid (see `parse_entry`), or its parent or kernel is not an
+            earlier stage.
     """
     if not folder.is_dir():
         raise DataError(
@@ -585,28 +582,28 @@ def load(folder: Path = KERNELS) -> dict[str, Stage]:
 
 
 _FOLDERS: Mapping[Place, str] = {"ladder": "", "decode": "decode/", "fp8": "fp8/", "dead_ends": "dead_ends/"}
-"""Of each place, below kernels/ and, but for the ladder's pages, below site/; in the order of lists."""
+"""Folder of each place, below kernels/ and, except for the ladder, below site/; in the order of lists."""
 _ALL = load()
 STAGES: Mapping[str, Stage] = {name: stage for name, stage in _ALL.items() if stage.place == "ladder"}
 """The ladder."""
 CUDA_STAGES: Mapping[str, Stage] = {name: stage for name, stage in STAGES.items() if stage.language == "cuda"}
-"""The ladder itself: what NVRTC and the CPU emulation compile."""
+"""Stages of the ladder in CUDA C++, which NVRTC and the emulator compile."""
 DECODE: Mapping[str, Stage] = {name: stage for name, stage in _ALL.items() if stage.place == "decode"}
 """Stages for few query rows against many keys."""
 FP8: Mapping[str, Stage] = {name: stage for name, stage in _ALL.items() if stage.place == "fp8"}
 """Stages whose inputs are stored in FP8."""
 DEAD_ENDS: Mapping[str, Stage] = {name: stage for name, stage in _ALL.items() if stage.dead_end}
-"""What the sources tried and gave up, or should have, and rungs that were retired: runnable like any stage."""
+"""Stages that did not work, and retired rungs; runnable like any stage."""
 OFF_LADDER: Mapping[str, Stage] = {**DECODE, **FP8, **DEAD_ENDS}
-"""Checked, measured and tested like rungs, and never listed among them."""
+"""Stages off the ladder, checked, measured and tested like rungs, but never listed among them."""
 RUNGS: Mapping[str, Stage] = {**STAGES, **{name: stage for name, stage in DEAD_ENDS.items() if stage.retired}}
-"""What records of the ladder may hold: its stages, then those that have left it."""
+"""Stages that records of the ladder may have: current ones, then retired ones."""
 
 
 def faults(stage: Stage) -> tuple[str, ...]:
-    """What its three files still lack, each with what was wanted and what came; empty where it is whole.
+    """Describe what is missing in the three files of a stage; empty if it is complete.
 
-    An entry that does not load is an error at import; this is what loads and is not done yet.
+    An invalid entry is an error at import; this finds valid but unfinished ones.
     """
     lacking = []
     pattern, rule = _IDS[stage.place]

@@ -1,7 +1,7 @@
-"""What the text of a kernel says: its lines, its integer constants, and its layout of shared memory and of arguments.
+"""Reads kernel sources: lines, integer constants, and layouts of shared memory and arguments.
 
-Pages quote kernels and draw their tiles, and a launch fills in their structures. All of it is read from the source, so
-that none can differ from what runs.
+Pages quote kernels and draw their tiles, and launches fill in their structures. All of it is read from the source, so
+that it cannot diverge from what runs.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _CONSTANT = re.compile(
 _MEMBER = re.compile(r"^ *(?:alignas\((\w+)\) )?(element|float|Work|ptx::Mbarrier) ([^;]+);", re.MULTILINE)
 _ARRIVALS = re.compile(r"mbarrier_init\(&smem\.(\w+)(?:\[\w+\])?, ([^;]+)\);")
 _BYTES = {"element": 2, "float": 4, "Work": 16, "ptx::Mbarrier": 8}
-"""Sizes of what shared memory holds; an element is one of 16 bits."""
+"""Sizes in bytes of types in shared memory; an element has 16 bits."""
 
 
 def lines(stage: Stage, excerpt: Excerpt) -> list[str]:
-    """The lines of an excerpt of a stage's source, without the indentation that they share.
+    """Return the lines of an excerpt of a stage's source, dedented.
 
     Raises:
-        ParameterError: `first` is not in exactly one line, or `last` in none from there on.
+        ParameterError: `first` does not match exactly one line, or `last` matches none after it.
     """
     path = COMMON / excerpt.file if excerpt.file else stage.source
     text = path.read_text(encoding="utf-8").splitlines()
@@ -49,10 +49,10 @@ def lines(stage: Stage, excerpt: Excerpt) -> list[str]:
 
 
 def constants(stage: Stage, head_dim: int, **macros: int) -> dict[str, int]:
-    """The integer constants of a kernel and of the headers it includes, at the defaults of its tunables for float16.
+    """Evaluate the integer constants of a kernel and its headers, with default tunables for float16.
 
     Args:
-        macros: values of macros beside the tunables', such as CAUSAL.
+        macros: further macros, such as CAUSAL.
     """
     known = {"HEAD_DIM": head_dim, "CAUSAL": 0, "ALIGNED": 1, "WARP": 32}
     known |= (
@@ -66,7 +66,7 @@ def constants(stage: Stage, head_dim: int, **macros: int) -> dict[str, int]:
 
 
 def _texts(source: Path, seen: set[Path]) -> Iterable[str]:
-    """The text of each file that a kernel includes, before those that include it, the kernel's last."""
+    """Texts of a kernel and the files it includes, in order of inclusion, the kernel last."""
     seen.add(source)
     text = source.read_text(encoding="utf-8")
     for name in _INCLUDE.findall(text):
@@ -77,24 +77,24 @@ def _texts(source: Path, seen: set[Path]) -> Iterable[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """One array of a kernel's shared memory."""
+    """An array in a kernel's shared memory."""
 
     name: str
     offset: int
-    """Bytes from its start."""
+    """Offset in bytes."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     count: int
-    """How many there are in its first dimension: pipeline stages of a ring, consumers, or 1."""
+    """Size of its first dimension: pipeline stages, consumers, or 1."""
     kind: str
     """Its element type."""
 
 
 def shared_memory(stage: Stage, head_dim: int, **macros: int) -> list[Member]:
-    """The members of `SharedStorage`, in order, with their places in bytes.
+    """Read the members of `SharedStorage`, in order, with offsets and sizes in bytes.
 
     Raises:
-        ParameterError: the kernel has no such struct, or a size in it cannot be read.
+        ParameterError: the kernel has no such struct, or a size cannot be evaluated.
     """
     known = constants(stage, head_dim, **macros)
     body = re.search(r"^struct SharedStorage \{\n(.*?)^\};", stage.source.read_text(encoding="utf-8"), re.M | re.S)
@@ -119,7 +119,7 @@ def shared_memory(stage: Stage, head_dim: int, **macros: int) -> list[Member]:
 
 
 def arrivals(stage: Stage, head_dim: int) -> dict[str, int]:
-    """How many arrivals complete a phase of each mbarrier of a kernel."""
+    """Arrival counts of the mbarriers of a kernel."""
     known = constants(stage, head_dim)
     known |= {f"FILL_ARRIVALS<{name}>": 1 for name in ("THREADS", "WARPGROUP", "Q_THREADS", "KV_THREADS")}
     counts = {}
@@ -138,12 +138,12 @@ _C_TYPES: Mapping[str, Any] = {"int": ctypes.c_int, "float": ctypes.c_float, "lo
 
 
 def fields(file: str, structure: str, *macros: str, **structures: type[ctypes.Structure]) -> list[tuple[str, Any]]:
-    """The fields of a structure as ctypes takes them.
+    """Read the fields of a structure, for ctypes.
 
     Args:
-        file: where it is declared, below kernels/.
-        macros: of those that #if asks for some fields, the ones that are 1.
-        structures: those among the types of its fields, by name.
+        file: file that declares it, below kernels/.
+        macros: macros that are 1 in #if conditions around fields.
+        structures: structures used as types of fields, by name.
     """
     body = (KERNELS / file).read_text(encoding="utf-8").partition(f"\nstruct {structure} {{\n")[2].partition("\n};")[0]
     declared: list[tuple[str, Any]] = []
@@ -161,7 +161,7 @@ def fields(file: str, structure: str, *macros: str, **structures: type[ctypes.St
 
 
 def _value(expression: str, known: Mapping[str, int]) -> int | None:
-    """The value of an integer expression of constants; None where it has something else in it."""
+    """Evaluate an integer expression of constants; None if it has anything else."""
     text = expression.partition("//")[0].strip()
     if text in known:
         return known[text]

@@ -95,7 +95,7 @@ def _device(gpu: str | None, arch: str | None, data: Path) -> tuple[str, str, in
         raise ParameterError(f"arch: wanted {its}, which {name} is, or none, got {arch}")
     if its is None:
         raise ParameterError(
-            f"gpu: wanted one with a table under {data} ({', '.join(tables) or 'none yet'}), or --arch beside it, got "
+            f"gpu: wanted one with a table under {data} ({', '.join(tables) or 'none yet'}), or --arch too, got "
             f"{name!r}. Architectures: {', '.join(registry.ARCHS)}."
         )
     return name, its, known.sm_count if known else None
