@@ -236,7 +236,7 @@ def test_an_entry_is_a_stage() -> None:
         ('title = "T"', 'title = ""', "title: wanted at least 1 character, got ''"),
         ('title = "T"', "", "title: wanted this field, got none"),
         ('title = "T"', 'titel = "T"', "titel: wanted a field that there is"),
-        ('title = "T"', 'title = "T"\nid = "18_new"', "wanted no id, which the file's place says"),
+        ('title = "T"', 'title = "T"\nid = "18_new"', "wanted no id, which the file's path gives"),
         ('"bfloat16"]', '"float32"]', "dtypes.1: wanted 'float16' or 'bfloat16', got 'float32'"),
         ("default = 4", "default = 5", "params.WARPS.default, by_head_dim: wanted values of [2, 4, 8], got [5]"),
         ("default = 4", "default = 4.5", "params.WARPS.default: wanted a valid integer, got 4.5"),

@@ -310,7 +310,7 @@ def explain(
 ) -> None:
     """Show which stage and tunables `flashlab.attention` selects for a problem, why, and the predicted time.
 
-    For this machine's GPU or one under data/; --arch is needed for a --gpu that has no table and is not installed here.
+    For this machine's GPU or one under data/; --arch is needed for a --gpu that has no table and is not this machine's.
     """
     from flashlab.run import explain as module
 

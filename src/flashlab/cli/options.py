@@ -154,7 +154,7 @@ Shape = Annotated[str | None, typer.Option(help=f"{SHAPE_HELP}.")]
 Shapes = Annotated[list[str] | None, typer.Option(help=f"{SHAPE_HELP}; repeatable.")]
 OneDType = Annotated[DType | None, typer.Option(help="Data type of Q, K and V; default: all.")]
 TheDType = Annotated[DType, typer.Option(help="Data type of Q, K and V.")]
-OneMask = Annotated[Mask | None, typer.Option(help="Mask, full meaning non-causal; default: both.")]
+OneMask = Annotated[Mask | None, typer.Option(help="Mask; full means non-causal; default: both.")]
 TheMask = Annotated[Mask, typer.Option(help="Mask; full means non-causal.")]
 TheWindow = Annotated[
     str | None,

@@ -56,7 +56,7 @@ def results(
         typer.Option("--against-peers", help="Compare the best stage with the best library of the same run instead."),
     ] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Verify all record files; default: those of every GPU.")
+        bool, typer.Option("--verify", help="Verify all record files, of every GPU without --gpu.")
     ] = False,
     data: opt.Data = DATA,
 ) -> None:
@@ -218,7 +218,9 @@ def collect(
 
 
 def compare(
-    before: Annotated[str, typer.Argument(metavar="A", help="Baseline: a GPU folder, driver, commit, run, or X+Y.")],
+    before: Annotated[
+        str, typer.Argument(metavar="A", help="Baseline: GPU folder, driver, commit or run; X+Y for both.")
+    ],
     after: Annotated[str, typer.Argument(metavar="B", help="Candidate, in the same form.")],
     *,
     every: Annotated[bool, typer.Option("--all", help="Also list times that did not change.")] = False,

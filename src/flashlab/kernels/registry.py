@@ -524,7 +524,7 @@ def parse_entry(text: str, stage_id: str, *, place: Place = "ladder") -> Stage:
     try:
         fields = tomllib.loads(text)
         if own := fields.keys() & said.keys():
-            raise DataError(f"{entry}: wanted no {', '.join(own)}, which the file's place says")
+            raise DataError(f"{entry}: wanted no {', '.join(own)}, which the file's path gives")
         return _STAGE.validate_python({"order": number[0]} | fields | said if number else fields | said)
     except tomllib.TOMLDecodeError as error:
         raise DataError(f"{entry}: wanted TOML, got: {error}") from None
@@ -576,7 +576,7 @@ def load(folder: Path = KERNELS) -> dict[str, Stage]:
                     f"{', '.join(stages) or 'none'}, got {other!r}"
                 )
         if stage.id in stages:
-            raise DataError(f"kernels/{stage.folder}{stage.id}.toml: wanted an id of its own, got a rung's")
+            raise DataError(f"kernels/{stage.folder}{stage.id}.toml: wanted a unique id, got that of a rung")
         stages[stage.id] = stage
     return stages
 

@@ -374,7 +374,7 @@ def profile(
         say(f"profiling {', '.join(able)}")
         run(list(able))
         for stage_id in [name for name in able if name not in profiles] if len(able) > 1 else ():
-            say(f"profiling {stage_id} in a process of its own")
+            say(f"profiling {stage_id} in a separate process")
             run([stage_id])
         missed = tuple(name for name in able if name not in profiles)
         for stage_id in missed:

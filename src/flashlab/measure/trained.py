@@ -476,7 +476,7 @@ def _load(path: Path) -> Weights:
     except Exception as error:  # torch has no error of its own for a file that is cut off
         reason = f"{type(error).__name__}: {error}"
     if reason != f"digest {path.stem}":
-        raise MissingError(f"wanted sound weights in {path}, got {reason}. `flashlab train` makes them anew.")
+        raise MissingError(f"wanted valid weights in {path}, got {reason}. `flashlab train` replaces them.")
     return stored
 
 

@@ -385,7 +385,7 @@ def check_writable(name: str, array: DeviceArray) -> None:
         raise LayoutError(f"{name}: wanted memory that may be written, got a read-only array")
     if array.overlaps_itself:
         raise LayoutError(
-            f"{name}: wanted an address of its own for every element, got strides {array.strides} over shape "
+            f"{name}: wanted a distinct address for every element, got strides {array.strides} over shape "
             f"{array.shape}; an expanded or overlapping view cannot be written"
         )
 
