@@ -226,6 +226,24 @@ def test_decoding_takes_as_long_as_its_keys_and_values_take_to_read(tmp_path: Pa
     assert (taken.stage, taken.row) == (short, measured), "not what took less with a fourth of the K/V heads"
 
 
+def test_one_tile_of_keys_is_read_by_no_more_blocks_than_a_kernel_has_for_it(tmp_path: Path) -> None:
+    """With 16 blocks each, eight tiles have nearly all SMs, and one of them alone takes as long."""
+    eight, one = Problem.parse("1x32x8x1x8192x128"), Problem.parse("1x4x1x1x8192x128")
+    split, groups = registry.get("d0_split_kv"), registry.get("d16_part_groups")
+    rows = [row(split, eight, 12.5, tile_q=16, SPLITS=16), row(groups, eight, 14.0, tile_q=16)]
+    data = written(tmp_path, [row(split, Problem.parse("1x4x1x1x128x128"), 4.0, tile_q=16), *rows])
+    times_us = {choice.stage.id: choice.time_us for choice in tuned.rank(one, H200, ARCH, SMS, data).choices}
+    assert times_us[split.id] == pytest.approx(12.5, rel=0.05)
+    assert times_us[groups.id] < 7
+
+
+def test_a_kin_that_lacks_the_stage_does_not_overrule(data: Path) -> None:
+    """What it selects among the stages that it has says nothing of one that it never timed."""
+    written(data, [row(SWIZZLE, SMALL, 5.0, tile_q=128)], slug="nvidia-h100")
+    mine = [row(PINGPONG, SMALL, 9.0, tile_q=64)]
+    assert first(SMALL, written(data, mine, slug="nvidia-h200"), "nvidia-h200").stage is PINGPONG
+
+
 def test_of_two_rows_at_a_problem_the_newer_one_tells_the_time(tmp_path: Path) -> None:
     newer = row(PINGPONG, SMALL, 7.0, variants=0, run=NEW, NUM_CONSUMERS=1)
     data = written(tmp_path, (row(PINGPONG, SMALL, 6.7, run=OLD, NUM_CONSUMERS=1), newer))
@@ -434,7 +452,8 @@ def plainly(
         rows = one.q_heads // one.kv_heads * one.q_len
         waves = one.batch * one.q_heads * math.ceil(one.q_len / row.tile_q) / sm_count
         if row.stage in registry.DECODE:
-            waves = one.batch * one.kv_heads * math.ceil(rows / row.tile_q) / sm_count
+            splits = row.parameters["SPLITS"] or 16  # where the launch chooses
+            waves = max(one.batch * one.kv_heads * math.ceil(rows / row.tile_q) / sm_count, 1 / splits)
         return (waves if row.stage in registry.DECODE else math.ceil(waves)) * one.visible_scores / one.q_len
 
     choices = []
@@ -603,7 +622,7 @@ def test_explain_says_whose_choice_an_unknown_gpu_gets(data: Path) -> None:
     assert found["lent"].startswith("nvidia-h100-80gb-hbm3 has no table of choices, so its nearest kin, nvidia-h200")
     assert "device memory" in found["lent"]
     assert f"11_pingpong took 6.7 µs on {H200} in run" in found["reason"]
-    written(data, [row(PERSISTENT, LARGE, 500.0)], slug="nvidia-h100-80gb-hbm3")
+    written(data, [row(PERSISTENT, LARGE, 500.0), row(PINGPONG, LARGE, 520.0)], slug="nvidia-h100-80gb-hbm3")
     written(data, ROWS[3:4], slug=H200)
     found = as_json(data, LARGE.shape, "--gpu", H200)
     assert (found["kin"], found["stage"], found["predicted_us"]) == ("nvidia-h100-80gb-hbm3", "12_persistent", 500.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import sys
 from collections.abc import Sequence
@@ -30,6 +31,7 @@ READY = "d5_ready_parts"
 STAGES = [stage.id for stage in registry.DECODE.values() if stage.runner == paged.__name__]
 every_stage = pytest.mark.parametrize("stage", STAGES)
 CLUSTERS = "d1_paged_kv"
+GROUPS = "d17_paged_part_groups"
 every_sharing_stage = pytest.mark.parametrize("stage", [name for name in STAGES if name != CLUSTERS])
 GARBAGE = -7
 """In entries of the page table that no key needs."""
@@ -168,7 +170,7 @@ def test_parts_are_added_up_in_groups(monkeypatch: pytest.MonkeyPatch, lengths: 
     work = np.zeros(1 << 19, np.uint32)
     monkeypatch.setattr(attention_module, "_workspace_on_cpu", lambda *_: work)
     q = np.random.default_rng(blocks).standard_normal((len(lengths), 8, 1, 64)).astype(np.float16)
-    _refuse_wrong(Cache(lengths, 16), q, "d17_paged_part_groups", WARPS=2)
+    _refuse_wrong(Cache(lengths, 16), q, GROUPS, WARPS=2)
     assert [report.findings for report in reports] == [()]
     assert not work.any()
 
@@ -215,10 +217,14 @@ def test_a_workspace_serves_other_lengths_one_after_another(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("shape", "wanted"),
     [("1x32x8x1x8192x128", CLUSTERS), ("2x32x8x1x8192x128", CLUSTERS), ("2x32x8x5x64x128", STAGE)]
-    + [(shape, STAGE) for shape in ("3x32x8x1x64x128", "1x32x32x1x8192x128", "256x32x8x1x8192x128")],
+    + [(shape, STAGE) for shape in ("3x32x8x1x64x128", "1x32x32x1x8192x128", "256x32x8x1x8192x128")]
+    + [(shape, GROUPS) for shape in ("1x8x1x1x8208x128", "2x8x1x1x32768x64", "1x32x8x1x131072x128")],
 )
 def test_few_tiles_have_nothing_to_share_out_and_a_stage_of_their_own(shape: str, wanted: str) -> None:
-    assert paged._stage(None, Problem.parse(shape)).id == wanted
+    problem = Problem.parse(shape)
+    assert paged._stage(None, problem).id == wanted
+    windowed = dataclasses.replace(problem, window=(1000, 0))
+    assert paged._stage(None, windowed).id == (CLUSTERS if wanted == GROUPS else wanted)
 
 
 def test_a_mask_of_one_query_row_hides_nothing_and_tables_are_without() -> None:

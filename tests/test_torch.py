@@ -137,8 +137,8 @@ def test_gradients_are_refused_with_what_works() -> None:
         (lambda x: x.to("meta"), "got a torch tensor on meta, which has no data"),
         (lambda x: x.to_sparse(), r"got a torch tensor with layout torch.sparse_coo. `[qkx].to_dense\(\)`"),
         (lambda x: torch.nested.nested_tensor([x[0], x[1]]), "got a nested tensor. `flashlab.varlen_attention` takes"),
-        (torch._neg_view, r"other sign. `[qkx].resolve_neg\(\)` makes one"),
-        (lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype), r"without memory. `[qkx].clone\(\)` makes one"),
+        (torch._neg_view, r"negative bit set. `[qkx].resolve_neg\(\)` works"),
+        (lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype), r"without memory. `[qkx].clone\(\)` works"),
         (torch._subclasses.FakeTensorMode().from_tensor, "without memory, .* operators of `flashlab.torch` take"),
     ],
 )

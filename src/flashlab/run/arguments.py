@@ -165,7 +165,7 @@ def splits_for(problem: Problem, shape: LaunchShape, sms: int, most: int) -> int
     combine. One CTA has enough loads in flight for its SM; filling a second slot with more splits was slower on record
     (site/decode/d0_split_kv.md). Every CTA gets at least one block of keys.
     """
-    keys = _seen_keys(problem) // shape.split_keys
+    keys = seen_keys(problem) // shape.split_keys
     able = [splits for splits in SPLITS if splits <= max(1, min(most, keys))]
     tiles = _packed_tiles(problem, shape) * problem.kv_heads * problem.batch
 
@@ -177,7 +177,7 @@ def splits_for(problem: Problem, shape: LaunchShape, sms: int, most: int) -> int
     return next(splits for splits in able if filled(splits) >= NEARLY * best)
 
 
-def _seen_keys(problem: Problem) -> int:
+def seen_keys(problem: Problem) -> int:
     """Number of keys that at least one query sees."""
     return min(problem.kv_len, problem.q_len + sum(problem.reach))
 
@@ -196,7 +196,7 @@ def grid_for(problem: Problem, shape: LaunchShape, resident_blocks: int = CPU_RE
     cluster = max(1, shape.cluster)
     if shape.tile_blocks:
         tiles = _packed_tiles(problem, shape) * problem.kv_heads * problem.batch
-        splits = min(shape.tile_blocks, max(1, _seen_keys(problem) // shape.split_keys))
+        splits = min(shape.tile_blocks, max(1, seen_keys(problem) // shape.split_keys))
         blocks = min(tiles * splits, resident_blocks, MAX_SHARES)
         if shape.whole_tiles:
             block_tiles = -(-tiles // blocks)  # 1 where each tile has a block or more

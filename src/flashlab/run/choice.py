@@ -14,9 +14,11 @@ The selection for a problem p takes three steps, whether p is on record or not:
        keys    = FLOPs / (4 · batch · q_heads · q_len · head_dim)  visible per query on average
        fixed   = `FIXED_SHARE` of the least time in the table      cost of a call independent of its size
 
-   A decoding stage packs the query heads of a K/V head into one tile, and distributes the keys of all tiles:
+   A decoding stage packs the query heads of a K/V head into one tile, and distributes the keys of all tiles, those of
+   each over at most r's SPLITS CTAs:
 
-       waves   = batch · kv_heads · ⌈q_heads / kv_heads · q_len / tile⌉ / SMs
+       tiles   = batch · kv_heads · ⌈q_heads / kv_heads · q_len / tile⌉
+       waves   = max(tiles / SMs, 1 / SPLITS)
        fixed   = `DECODE_FIXED_SHARE` of the least time
 3. **The stage**: the one with the least time, of the CUDA C++ stages of the ladder and for decoding that support p. A
    time from another problem is multiplied by `FARTHER` per unit of distance, and at least once, so that a stage
@@ -30,9 +32,9 @@ A GPU without a table uses that of its nearest kin: the same architecture, then 
 nearest number of SMs. Tunables carry over only within an architecture; on another one a stage has its defaults.
 
 A table may lack a stage, which then cannot be selected, or a stage's time at p. If the nearest kin of the same
-architecture selects such a stage, and in the second case has that time, its selection counts, unless its times are less
-like calls in a model (`AS_IN_A_MODEL`) than the GPU's own. Decoding is memory-bound, and kin differ in memory: for its
-stages, a time at p does not carry over.
+architecture selects such a stage, and in the second case has that time, its selection counts, unless it lacks the stage
+that the GPU's own table selects, or its times are less like calls in a model (`AS_IN_A_MODEL`) than the GPU's own.
+Decoding is memory-bound, and kin differ in memory: for its stages, a time at p does not carry over.
 """
 
 from __future__ import annotations
@@ -278,10 +280,15 @@ def tiles(problem: Problem, tile: Tile) -> int:
     return problem.batch * heads * -(-rows // tile.rows)
 
 
-def _busiest(problem: Problem, tile: Tile, sm_count: int) -> float:
-    """Work of the busiest SM: waves · keys."""
-    waves = tiles(problem, tile) / sm_count
-    return (waves if tile.decodes else math.ceil(waves)) * problem.visible_scores / problem.q_len
+def _busiest(problem: Problem, row: Row, sm_count: int) -> float:
+    """Work of the busiest SM, by the code of a row: waves · keys."""
+    tile = tile_of(row)
+    waves: float = tiles(problem, tile) / sm_count
+    if tile.decodes:
+        waves = max(waves, 1 / (row.parameters["SPLITS"] or max(registry.get(row.stage).params["SPLITS"].choices)))
+    else:
+        waves = math.ceil(waves)
+    return waves * problem.visible_scores / problem.q_len
 
 
 def ratios(problem: Problem, row: Row, sms: float = 1.0) -> dict[str, float]:
@@ -360,8 +367,11 @@ def rank(problem: Problem, gpu: str, arch: str, sm_count: int | None = None, dat
     theirs = Ranking(others[0], choices(problem, others[0], arch, sms, others[:1]))
     if not theirs.choices or not _lacks(own, theirs.choices[0], problem):
         return own
-    of_kin = from_a_model(theirs.choices[0].row.timed)
-    return own if own.choices and from_a_model(own.choices[0].row.timed) < of_kin else theirs
+    if not own.choices:
+        return theirs
+    mine, taken = own.choices[0], theirs.choices[0]
+    known = any(choice.stage is mine.stage for choice in theirs.choices)
+    return theirs if known and from_a_model(mine.row.timed) >= from_a_model(taken.row.timed) else own
 
 
 def _lacks(own: Ranking, taken: Choice, problem: Problem) -> bool:
@@ -407,7 +417,7 @@ def choices(problem: Problem, table: Table, arch: str, sm_count: int, lenders: t
                 apart += _OTHER_TUNABLES * (other.parameters != taken)
                 far, row = (apart, other) if apart < far else (far, row)
         tile = tile_of(row)
-        more = _busiest(problem, tile, sm_count) / _busiest(row.problem, tile, table.sm_count)
+        more = _busiest(problem, row, sm_count) / _busiest(row.problem, row, table.sm_count)
         fixed_us = (DECODE_FIXED_SHARE if tile.decodes else FIXED_SHARE) * table.least_us
         fixed_us = min(fixed_us, row.time_us)
         time_us = row.time_us if more == 1 else fixed_us + (row.time_us - fixed_us) * more

@@ -35,7 +35,7 @@ from flashlab.kernels import registry
 from flashlab.kernels.registry import Stage
 from flashlab.kernels.text import fields
 from flashlab.run import arrays, choice, emulator, gpu, recipes
-from flashlab.run.arguments import AttentionParams, params_for
+from flashlab.run.arguments import AttentionParams, params_for, seen_keys
 from flashlab.run.arrays import DeviceArray, TorchCopies, on_device, on_host, torch_stream
 from flashlab.run.attention import EmulatedCall, run_on_cpu
 from flashlab.run.plan import (
@@ -52,11 +52,14 @@ from flashlab.run.plan import (
 )
 
 STAGE = "d15_short_starts"
-_FEW_TILES, _FEW = "d1_paged_kv", 16
-"""The stage for few tiles, which splits each tile over a cluster and has less overhead, and the maximum number of tiles
-for it; otherwise `STAGE`, which balances keys over CTAs by time, as different lengths require."""
+_FEW = 16
+"""With more tiles, `STAGE` balances keys over CTAs by time, as different lengths require."""
+_FEW_TILES, _LONG = "d1_paged_kv", 8192
+"""The stage for at most `_FEW` tiles, which has the least overhead but one cluster per tile, and the maximum number of
+keys for it; with more keys `_FEW_LONG`, which uses all SMs for one tile."""
+_FEW_LONG = "d17_paged_part_groups"
 _TILE_ROWS = 16
-"""Query rows per tile of both stages: MMA_M of kernels/common/mma.cuh."""
+"""Query rows per tile of these stages: MMA_M of kernels/common/mma.cuh."""
 _VIEWS = ("Q", "K", "V", "page_table", "lengths", "O")
 """Arrays of a call, by the structure fields that hold their addresses, in the order of `paged_attention`."""
 _FAULTS = 2
@@ -117,8 +120,9 @@ def paged_attention(
         return_lse: whether to also return the log-sum-exp of the scores, float32 (batch, q_heads, q_len) (natural log,
             -inf if a query sees no key).
         stream: as in `flashlab.attention`.
-        stage: id of a stage that reads a paged cache. Default: d1_paged_kv for at most 16 work tiles (16 query rows of
-            one sequence and K/V head), else d15_short_starts.
+        stage: id of a stage that reads a paged cache. Default: d15_short_starts for more than 16 work tiles (16 query
+            rows of one sequence and K/V head), else d1_paged_kv up to 8,192 keys per sequence in the page table, and
+            d17_paged_part_groups beyond.
         params: tunables of the stage, by name; default: as in `flashlab.attention`, for sequences of the maximum
             length that the page table holds.
         check: whether to synchronise and refuse invalid page numbers and lengths beyond the page table. Without it,
@@ -275,7 +279,9 @@ def taken(problem: Problem) -> str:
     """The id of the stage that `paged_attention` selects by default."""
     rows = problem.q_heads // problem.kv_heads * problem.q_len
     tiles = problem.batch * problem.kv_heads * -(-rows // _TILE_ROWS)
-    return _FEW_TILES if tiles <= _FEW else STAGE
+    if tiles > _FEW:
+        return STAGE
+    return _FEW_TILES if seen_keys(problem) <= _LONG else _FEW_LONG
 
 
 def _stage(name: str | None, problem: Problem) -> Stage:
