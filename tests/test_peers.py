@@ -106,6 +106,7 @@ def test_another_package_of_the_same_name_is_not_taken_for_the_peer(
         ("sdpa_efficient", GROUPED, {}, "grouped"),
         ("flashinfer", FULL, {}, "at most 1 query rows"),
         ("flashinfer", Problem.parse("4x32x8x1x8190x128"), {}, "pages of 16 keys, got 8190"),
+        ("flashinfer", Problem.parse("4x32x8x1x8192x96"), {}, "head dims 64, 128 and 256, got 96"),
     ],
 )
 def test_what_a_peer_cannot_do_is_said(name: str, problem: Problem, options: Any, words: str) -> None:

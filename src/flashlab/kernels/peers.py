@@ -416,7 +416,9 @@ class FlashInferPages:
             )
             return wrapper
 
-        self._ways = {"tensor cores": planned(True), "CUDA cores": planned(False)}
+        self._ways = {"tensor cores": planned(True)}
+        if problem.q_heads // problem.kv_heads in _GROUPS_ON_CUDA_CORES:
+            self._ways["CUDA cores"] = planned(False)
         self.choice = ""
         """The way, for people; empty before the first call."""
 
@@ -458,6 +460,8 @@ class _FlashInfer:
         return self._run(q.squeeze(1), (k.view(self._cache), v.view(self._cache))).unsqueeze(1)
 
 
+_GROUPS_ON_CUDA_CORES = (1, 2, 3, 4, 8)
+"""Query heads per K/V head that FlashInfer 0.5.3 compiles for: `DISPATCH_GQA_GROUP_SIZE` in its utils.cuh."""
 _WAIT_CYCLES = 20_000_000
 """About ten milliseconds, in which the host enqueues all calls."""
 _WORKSPACE_BYTES = 128 << 20
@@ -607,6 +611,11 @@ PEERS: Mapping[str, Peer] = {
                 _limit(
                     f"it is given whole pages of {_PAGE} keys, got {{problem.kv_len}} keys",
                     lambda problem: problem.kv_len % _PAGE != 0,
+                ),
+                # `DISPATCH_HEAD_DIM` in its utils.cuh; with others its merge of split keys fails.
+                _limit(
+                    "it adds up split keys at head dims 64, 128 and 256, got {problem.head_dim}",
+                    lambda problem: problem.head_dim not in (64, 128, 256),
                 ),
             ),
             # Both are imported; of its other requirements it needs none for this.
