@@ -218,7 +218,7 @@ def test_ratios_by_kind_begin_with_the_worst_and_have_trained_beside_normal() ->
     }
     assert table.endswith(f"\nEvery ratio is of `{layers.stage.name}`.\n")
     newer = replace(layers, stage=layers.stage.model_copy(update={"name": "17_around_the_loop"}))
-    idle = [replace(one, sustained_not_timed=("fa4",)) for one in found]
+    idle = [replace(one, sustained=one.sustained and replace(one.sustained, left_out=("fa4",))) for one in found]
     assert "†" not in tables.against_inputs(idle)
     assert "† The run left out FlashAttention-4" in tables.against_inputs(idle, "sustained")
     assert tables.against_inputs([*found, replace(_faced(_on("steps"), 1.0), burst=newer)]).endswith(
