@@ -164,7 +164,7 @@ def test_a_change_is_told_from_the_noise_between_starts(two_drivers: Path) -> No
     assert "GPU" not in found.differs
     chart = charts.changes(found)
     assert "590.2" in chart.svg["wide"]
-    assert "00_naive at B1 H2 S130 D64 full float16: 0.909, slower" in chart.alt
+    assert "B1 H2 S130 D64 full float16, 00_naive: 0.9091" in chart.alt
     back = compare.compare("590.2", "580.1", two_drivers)
     assert {one.name: one.verdict for one in back.changes} == {"00_naive": "faster", "sdpa": "same"}
 

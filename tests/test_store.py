@@ -131,6 +131,16 @@ def test_a_record_is_one_line_and_reads_back(record: Measurement | Ceiling) -> N
     assert parse_line(line) == record
 
 
+@pytest.mark.parametrize(
+    ("home", "written"), [("/srv/me", "~/.cache/x"), ("/", "/srv/me/.cache/x"), ("", "/srv/me/.cache/x")]
+)
+def test_a_record_does_not_name_the_home_folder(monkeypatch: pytest.MonkeyPatch, home: str, written: str) -> None:
+    monkeypatch.setenv("HOME", home)
+    why = "no such file: /srv/me/.cache/x, see https://x"
+    failed = measurement(kind="peer", name="fa3", status="error", reason=why, samples=(), verdict=None)
+    assert json.loads(to_line(failed))["reason"] == f"no such file: {written}, see https://x"
+
+
 def test_a_record_of_the_first_schema_reads_on() -> None:
     new = measurement(samples=(samples(2.0, sm_clock_mhz=(1000.0,), conditions=CONDITIONS),))
     old = json.loads(to_line(new))

@@ -394,16 +394,19 @@ def test_a_choice_by_another_gpus_records_names_that_gpu(tmp_path: Path) -> None
     assert (own.choice.stage, own.lender) == (STAGE, "")
     kin.mkdir()
     better = registry.get("11_pingpong")
-    row = schema.ChoiceRow(
-        stage=better.id,
-        **{name: getattr(PROBLEM, name) for name in ("shape", "mask", "dtype")},
-        parameters=better.parameters(64),
-        time_us=6.0,
-        tile_q=192,
-        variants=4,
-        run=synthetic.RUN,
-    )
-    choice.path_of(kin.name, tmp_path).write_text(tuned.table_text("sm_90a", 132, [row]), encoding="utf-8")
+    rows = [
+        schema.ChoiceRow(
+            stage=stage.id,
+            **{name: getattr(PROBLEM, name) for name in ("shape", "mask", "dtype")},
+            parameters=stage.parameters(64),
+            time_us=time_us,
+            tile_q=192,
+            variants=4,
+            run=synthetic.RUN,
+        )
+        for stage, time_us in ((better, 6.0), (STAGE, 13.0))
+    ]
+    choice.path_of(kin.name, tmp_path).write_text(tuned.table_text("sm_90a", 132, rows), encoding="utf-8")
     (lent,) = tuned.held_against("nvidia-h200", data=tmp_path)
     assert (lent.choice.stage, lent.lender, lent.ratio) == (better, kin.name, None)
 

@@ -6,6 +6,7 @@ Every record begins with the same header, `Base`; lines of older versions load.
 from __future__ import annotations
 
 import math
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -847,8 +848,9 @@ def run_id(source: Source, start: datetime) -> str:
 
 
 def to_line(record: BaseModel) -> str:
-    """One line of JSON, newline included."""
-    return record.model_dump_json() + "\n"
+    """One line of JSON, newline included; `~` stands for the home folder, which messages of libraries may name."""
+    line, home = record.model_dump_json(), os.path.expanduser("~").rstrip("/")  # noqa: PTH111 - Path.home() may raise
+    return (line.replace(f"{home}/", "~/") if home.startswith("/") else line) + "\n"
 
 
 def power_w(samples: Samples | None) -> float | None:
