@@ -120,7 +120,7 @@ def test_a_roofline_of_many_problems_names_none_of_them(tmp_path: Path) -> None:
         data = tmp_path / str(named)
         write_synthetic(data, problems=problems)
         chart = charts.roofline(select.load("nvidia-h200", data))
-        assert ("a label names" in chart.caption) is named
+        assert ("labels name" in chart.caption) is named
         for layout in LAYOUTS:
             text = _text(chart.svg[layout])
             assert "S4096" in text
@@ -407,7 +407,7 @@ def test_lengths_name_the_libraries_of_another_session(tmp_path: Path) -> None:
         for row in rows:
             store.append(tmp_path / "nvidia-h200" / "runs" / f"{run}.jsonl", row)
     chart = charts.lengths(select.load("nvidia-h200", tmp_path), head_dim=64, mask="full")
-    assert chart.caption.endswith("Of another session than the last stage, at one length or more: FlexAttention.")
+    assert chart.caption.endswith("In another session than the last stage at one or more lengths: FlexAttention.")
     assert chart.data_files == tuple(f"nvidia-h200/runs/{run}.jsonl" for run in (first, later))
 
 

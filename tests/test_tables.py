@@ -183,10 +183,10 @@ def test_of_two_sessions_the_one_with_fewer_rows_is_named() -> None:
     rows = [measurement(name, FIRST, run=earlier) for name in ("00_naive", "01_coalesced")]
     last = measurement("16_ones_column", FIRST, run=later)
     assert tables.elsewhere_note([*rows, last]) == (
-        "Of other sessions than the last stage, perhaps on another GPU: all but `16_ones_column`."
+        "In other sessions than the last stage, perhaps on another GPU: all but `16_ones_column`."
     )
     assert tables.elsewhere_note([rows[0], last]) == (
-        "Of another session than the last stage, perhaps on another GPU: `00_naive`."
+        "In another session than the last stage, perhaps on another GPU: `00_naive`."
     )
     assert tables.elsewhere_note([last]) == ""
 
@@ -216,14 +216,14 @@ def test_ratios_by_kind_begin_with_the_worst_and_have_trained_beside_normal() ->
         "`normal`": [*["–"] * 3, "×1.05", *["–"] * 4],
         "`rising`": [*["–"] * 3, "×1.20", *["–"] * 4],
     }
-    assert table.endswith(f"\nEvery ratio is of `{layers.stage.name}`.\n")
+    assert table.endswith(f"\nEvery ratio is for `{layers.stage.name}`.\n")
     newer = replace(layers, stage=layers.stage.model_copy(update={"name": "17_around_the_loop"}))
     idle = [replace(one, sustained=one.sustained and replace(one.sustained, left_out=("fa4",))) for one in found]
     assert "†" not in tables.against_inputs(idle)
     assert "† The run left out FlashAttention-4" in tables.against_inputs(idle, "sustained")
     assert tables.against_inputs([*found, replace(_faced(_on("steps"), 1.0), burst=newer)]).endswith(
-        f"\n6 ratios are of `{layers.stage.name}`, and 1 is of `17_around_the_loop`, on `steps`: a difference "
-        "between two kinds may be one between the stages.\n"
+        f"\n6 ratios are for `{layers.stage.name}`, and 1 is for `17_around_the_loop`, on `steps`: two kinds may "
+        "differ because their stages do.\n"
     )
     with pytest.raises(NoDataError, match="flashlab bench --suite inputs"):
         tables.against_inputs(found[:2])
@@ -242,8 +242,8 @@ def test_errors_by_kind_are_multiples_of_the_references() -> None:
     ]
     missed, _, rest = tables.accuracy(found).partition("\n\n")
     assert missed == (
-        "The aim of `05_wmma` was at most 1.1 times the reference's RMS error and 1.25 times its largest, on each kind "
-        f"of inputs; 3 of {len(KINDS)} kinds are on record. Missed in float16 on `one_hot` (RMS and largest) and "
+        "The target of `05_wmma` is at most 1.1 times the reference's RMS error and 1.25 times its largest, on each "
+        f"kind of inputs; 3 of {len(KINDS)} kinds are on record. Missed in float16 on `one_hot` (RMS and largest) and "
         "`zeros` (RMS)."
     )
     assert "met on these" in tables.accuracy([found[0], of("zeros", stage=(0.0, 0.0), fa4=(0.0, 0.0))])
@@ -495,7 +495,7 @@ def test_a_prediction_is_scored_by_how_far_outside_its_range_it_lies() -> None:
     nothing = predictions.Scored(stage=stage, expected=stage.expected[0], measured=None)
     assert tables.outcome(nothing) == "not on record"
     text = tables.predictions([*of.values(), nothing])
-    assert text.startswith("Of 3 numbers 1 lie inside their range, 1 above it and 1 below.")
+    assert text.startswith("Of 3 measurements, 1 are inside the predicted range, 1 above it and 1 below it.")
     units = {expected.of: tables._range(replace(nothing, expected=expected)) for expected in stage.expected}
     assert all(text.endswith(" TFLOP/s") == (of == "tflops") for of, text in units.items())
 

@@ -1,10 +1,10 @@
 """Figures drawn from records: every one in a wide and a narrow layout, each recoloured for light and dark pages.
 
-A `Chart` is what a figure is outside matplotlib: SVG text, an alternative text, a caption and where its numbers come
-from. JupyterLab shows it by itself; pages.py writes its variants beside the site. A figure here is a function that
-gathers numbers and words and gives `compose` another one, which draws them on a matplotlib figure in either layout.
+A `Chart` holds a figure without matplotlib: SVG text, alternative text, caption and the source of its numbers.
+JupyterLab displays it directly; pages.py writes its variants for the site. A chart function gathers numbers and text
+and passes `compose` a function that draws them on a matplotlib figure in either layout.
 
-Colours are Okabe and Ito's, which stay apart for every common colour blindness; shape or a label says the same again.
+Colours are Okabe and Ito's, which readers with any common colour blindness can tell apart; shapes or labels repeat it.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Chart(Facts):
     name: str
     """File name stem, unique within a report."""
     alt: str
-    """What a reader who does not see it needs to know."""
+    """Alternative text for a reader who cannot see the figure."""
     caption: str
     """One sentence: what is drawn."""
     provenance: str
@@ -102,7 +102,7 @@ class Chart(Facts):
         return text
 
     def _repr_mimebundle_(self, include: object = None, exclude: object = None) -> dict[str, object]:
-        """For a notebook: a figure with its caption, and all there is of it for the site."""
+        """For a notebook: the figure with its caption, and the whole `Chart` for the site."""
         picture = b64encode(self.svg["wide"].encode()).decode()
         figure = (
             f'<figure style="margin: 0"><img alt="{html.escape(self.alt)}" style="max-width: 100%" '
@@ -268,18 +268,18 @@ def _row_chart(
     columns: tuple[int, int] = (4, 1),
     **what: Any,
 ) -> Chart:
-    """A horizontal chart of named rows; names stand beside them where there is width, above each where there is not.
+    """A horizontal chart of named rows; names are beside them in the wide layout, above them in the narrow one.
 
     Args:
-        rows: the name of each, and what `each` draws at its height.
-        extra: inches above and below the rows, where `heights` does not say all of it.
+        rows: the name of each, and the value that `each` draws at its height.
+        extra: inches above and below the rows; not used with `heights`.
         reference: where a vertical line stands, and how it looks.
-        log: whether the axis is logarithmic; or what sets the ticks of one.
+        log: whether the axis is logarithmic, or the function that sets its ticks.
         bars: whether the rows are bars.
-        positions: heights of the rows, where not one after another.
-        bold: names that are.
-        corner: what the numbers at the right are.
-        legend: how the marks of each series look; in so many columns, wide and narrow.
+        positions: heights of the rows; default: evenly spaced.
+        bold: names to print in bold.
+        corner: heading of the numbers at the right.
+        legend: the marks of each series, in so many `columns`, wide and narrow.
         what: name, alt, caption, provenance and data files, as `Chart` has them.
     """
     names, places = [name for name, _ in rows], positions or range(len(rows))
@@ -330,12 +330,12 @@ def marks(
     origin: float | tuple[float, float],
     **what: Any,
 ) -> Chart:
-    """One row a name, a mark a series, on a line from `origin` to the mark, or over all of it.
+    """One row per name and one mark per series, on a line from `origin` to the mark, or over the whole `origin`.
 
     Args:
         values: by row and series.
         looks: the shape and colour of each series.
-        rows: the rows' names for people.
+        rows: the display names of the rows.
     """
     over = origin if isinstance(origin, tuple) else None
 
@@ -360,7 +360,7 @@ def marks(
 def _stacked(
     shares: Mapping[str, Mapping[str, float]], *, totals: Mapping[str, int] | None = None, **what: Any
 ) -> Chart:
-    """A bar of 100 percent a row, split into groups; `totals` stand at its end, what the whole is."""
+    """One bar of 100 percent per row, split into groups; `totals`, the absolute size, are printed at its end."""
     groups = dict(zip(next(iter(shares.values())), _CATEGORIES, strict=False))
 
     def each(axes: Axes, y: float, row: str, layout: Layout) -> None:
@@ -415,7 +415,7 @@ def _spread(row: Measurement) -> tuple[float, float, float]:
 
 
 def _stages_then_libraries(lines: Sequence[Measurement], best: float | None) -> dict[str, Any]:
-    """Where the rows of a ladder stand, libraries a little apart, and the line of the fastest library."""
+    """Row positions of a ladder, with libraries set apart, and the reference line of the fastest library."""
     look = {"color": PEER, "linestyle": (0, (3, 3)), "alpha": 0.8, "zorder": 0}
     return {
         "positions": [index + (0.6 if row.kind == "peer" else 0.0) for index, row in enumerate(lines)],
@@ -494,16 +494,16 @@ def ladder(
 
 
 _FRONT_LIBRARIES = 4
-"""So many of the fastest stand on the front page."""
+"""Number of the fastest libraries on the front page."""
 
 
 def climb(rows: Sequence[Measurement], *, shares: Mapping[str, float], records: Sequence[Measurement] = ()) -> Chart:
     """The whole ladder and the fastest libraries at one problem, TFLOP/s as bars from 0, so that its top can be read.
 
-    The fastest stage stands out.
+    The fastest stage is highlighted.
 
     Args:
-        shares: percent of the tensor cores' peak, by name; a row without one has its rate alone.
+        shares: percent of the tensor cores' peak, by name; a row without one shows only its rate.
         records: as for `select.fastest_stage`.
 
     Raises:
@@ -577,7 +577,7 @@ def card(rows: Sequence[Measurement], *, title: str, said: Sequence[str]) -> byt
 def side_by_side(
     series: Mapping[str, Sequence[Measurement]], looks: Mapping[str, tuple[str, str]], **what: Any
 ) -> Chart:
-    """What the same stages and libraries reach on several GPUs or inputs: a row each, a mark a series.
+    """Rates of the same stages and libraries on several GPUs or inputs: a row each, a mark per series.
 
     Args:
         series: rows of one problem, by the name of their GPU or inputs.
@@ -600,7 +600,7 @@ def side_by_side(
 
 
 def across(compared: Sequence[Across], everything: Sequence[Results]) -> Chart:
-    """What each GPU reaches at one problem: a row a stage or library, a mark a GPU."""
+    """Rates of each GPU at one problem: a row per stage or library, a mark per GPU."""
     titles = {shown.gpu: shown.name.removeprefix("NVIDIA ") for shown in everything}
     series = {title: [across.rows[gpu] for across in compared if gpu in across.rows] for gpu, title in titles.items()}
     clocks = ", ".join(f"{title} {select.clocks(rows)}" for title, rows in series.items())
@@ -615,7 +615,7 @@ def across(compared: Sequence[Across], everything: Sequence[Results]) -> Chart:
 
 
 def waterfall(rows: Sequence[Measurement]) -> Chart:
-    """What each step multiplied: a bar from the parent's rate to the child's on a logarithmic axis.
+    """Speed-up of each stage over its parent: a bar from the parent's rate to the child's on a logarithmic axis.
 
     Raises:
         NoDataError: no stage and its parent both have times.
@@ -648,8 +648,8 @@ def waterfall(rows: Sequence[Measurement]) -> Chart:
         xlim={"wide": (min(ends) / 1.6, max(ends) * 1.9), "narrow": (min(ends) / 1.6, max(ends) * 3.0)},
         bars=True,
         log=True,
-        alt=f"What each step multiplied over its parent: {factors}.",
-        caption="What each step bought, from the parent's rate to the stage's: equal lengths are equal factors.",
+        alt=f"Speed-up of each stage over its parent: {factors}.",
+        caption="Speed-up of each stage: a bar from its parent's rate to its own; equal lengths are equal factors.",
         **_of_rows([row for row, _ in pairs if row.name in steps]),
     )
 
@@ -684,7 +684,7 @@ def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
         xlabel="percent of the burst rate with a hot L2",
         name=name,
         alt=f"Rate under sustained load as a percentage of the burst rate: {'; '.join(under_load) or 'not measured'}.",
-        caption="What a cold cache and sustained load leave of the burst rate. "
+        caption="Rates with a cold L2 and under sustained load, relative to bursts with a hot L2. "
         f"SM clock: burst {clocks[0]}, sustained {clocks[1]}.",
         provenance=select.provenance(timed, state="all regimes"),
         data_files=select.run_files(timed),
@@ -692,7 +692,7 @@ def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
 
 
 def samples(row: Measurement, *, name: str = "samples") -> Chart:
-    """Every sample of one row in the order taken, with the clock beside it where it was recorded.
+    """Every sample of one row in the order taken, with the SM clock if it was recorded.
 
     Raises:
         NoDataError: the row has no samples.
@@ -786,10 +786,10 @@ def row_errors(
     """The largest error of each block of query rows, for several runs of one problem, on a logarithmic axis.
 
     Args:
-        errors: by the run's name; what is not finite is shown at the top.
+        errors: by the run's name; non-finite values are drawn at the top.
         rows: rows in a block.
         limit: the largest error that passes, where known.
-        note: where they come from.
+        note: the provenance.
 
     Raises:
         NoDataError: no run has an error to draw.
@@ -839,20 +839,21 @@ def row_errors(
 # --- Over shapes and lengths ------------------------------------------------------------------------------------------
 
 _UPRIGHT = 8
-"""Columns of a wide table of shapes whose names still stand side by side."""
+"""Maximum columns of a wide chart of shapes whose names fit side by side."""
 _OF_LENGTHS = frozenset(suite("lengths"))
-"""Problems that have a figure of their own."""
+"""Problems with separate figures."""
 _FAST = 0.15
-"""Of the fastest rate of a chart of lengths: what never reaches it has no line, and stands in the table alone."""
+"""Fraction of a chart's fastest rate; what never reaches it has no line and appears only in the table."""
 _STAGE_MARKS, _LIBRARY_MARKS = "os^v", "DPX*"
 _RIVAL_MARKS = "oD<>vPX*sh^pd8H"
-"""Where the shape alone says which library: one for each of `PEERS`."""
+"""One marker per library of `PEERS`, where only the shape identifies the library."""
 
 
 def mark(name: str) -> tuple[str, str]:
     """Colour and shape of a stage or library among many lines: no two have both in common.
 
-    By name, so that charts side by side agree, and from the ladder's end, so that its last rungs differ in colour.
+    It depends on the name, so that all charts agree, and counts from the ladder's end, so that its last rungs differ in
+    colour.
     """
     if name in peers.PEERS:
         names, colours, shapes = list(peers.PEERS), _OF_LIBRARIES, _LIBRARY_MARKS
@@ -863,7 +864,7 @@ def mark(name: str) -> tuple[str, str]:
 
 
 def shape_label(problem: Problem) -> str:
-    """A problem for a chart's axis: what differs between problems of a chart, on two lines."""
+    """A two-line axis label for a problem: batch, heads, length and head dim."""
     heads = f"H{problem.q_heads}" if problem.q_heads == problem.kv_heads else f"H{problem.q_heads}/{problem.kv_heads}"
     length = f"S{problem.q_len}" if problem.q_len == problem.kv_len else f"S{problem.q_len}/{problem.kv_len}"
     return f"B{problem.batch} {heads}\n{length} D{problem.head_dim}"
@@ -872,7 +873,7 @@ def shape_label(problem: Problem) -> str:
 def _whence(
     shown: Results, problems: Iterable[Problem], drawn: Sequence[Measurement], *, each: str, regime: Regime = "burst"
 ) -> str:
-    """For a caption: of how many sessions the rows of a chart over shapes or lengths are; empty where of one."""
+    """Caption text on the sessions that a chart's rows are from; empty if there is only one."""
     sessions, chips = select.places((row for row in drawn if row.kind == "stage"), regime)
     late = {
         row.name
@@ -882,9 +883,9 @@ def _whence(
     }
     said = ""
     if sessions > 1:
-        said += f" The stages here are of {sessions} sessions, on {several(chips, 'GPU')}."
+        said += f" The stages were measured in {sessions} sessions, on {several(chips, 'GPU')}."
     if titles := sorted(title_of(name) for name in late & {row.name for row in drawn}):
-        said += f" Of another session than the last stage, at one {each} or more: {', '.join(titles)}."
+        said += f" In another session than the last stage at one or more {each}s: {', '.join(titles)}."
     return said
 
 
@@ -953,19 +954,19 @@ def scaling(
         name=name,
         heights=(height, height + 0.35),
         alt=f"Rate of {len(kinds)} stages and libraries at {len(best)} {mask} {dtype} shapes, "
-        "as a percentage of the fastest library at each shape. The same numbers stand in the tables of this page.",
+        "as a percentage of the fastest library at each shape. The tables of this page have the same numbers.",
         caption=f"Every {mask} {dtype} shape, {select.on_inputs(best)}, at which each of {set_of(libraries)} was "
-        "tried: percent of the fastest of them there. "
-        "Blank: no time, see the tables." + _whence(shown, best, drawn, each="shape"),
+        "tried: percent of the fastest one's rate. "
+        "Blank: no time; see the tables." + _whence(shown, best, drawn, each="shape"),
         **_of_rows(drawn),
     )
 
 
 def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "burst") -> Chart:
-    """How many times as fast the best stage is as the best library, over sequence length at constant tokens.
+    """Speed-up of the best stage over the best library, over sequence length at a constant number of tokens.
 
-    One panel an element type, one line a head dim and mask; a point's shape is the library. `found` is
-    `contests.against_peers`: each point is of one run.
+    One panel per element type, one line per head dim and mask; a point's shape is the library. `found` is the result of
+    `contests.against_peers`: each point is from one run.
 
     Raises:
         NoDataError: no head dim, mask and element type has a ratio at two lengths.
@@ -1005,7 +1006,7 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
                 for place, contest in at.items():
                     axes.plot([place], [contest.ratio], shapes[contest.peer.name], color=colours[kind], markersize=6)
             axes.axhline(1, color=MUTED, linewidth=1)
-            _columns(axes, counts, "sequence length", "times as fast" if axes is grid.flat[0] else "")
+            _columns(axes, counts, "sequence length", "speed-up" if axes is grid.flat[0] else "")
             axes.set(ylim=(min(0.97, low - 0.02), max(1.03, high + 0.02)), title=dtype)
         handles = [Line2D([], [], color=colours[kind], label=f"D{kind[0]} {kind[1]}") for kind in kinds] + [
             Line2D([], [], color=MUTED, linestyle="", marker=shapes[library], label=f"over {short_title(library)}")
@@ -1026,17 +1027,17 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
         name=f"ratios-{regime}",
         heights=(3.2 + 0.19 * math.ceil(entries / 4), 2.4 * len(dtypes) + 0.17 * entries),
         alt=f"The best stage's rate over the best library's, {regime}, over sequence length. {said}.",
-        caption=f"How many times as fast the best stage is as the best library of the same element type, {regime}, "
+        caption=f"Speed-up of the best stage over the best library of the same element type, {regime}, "
         f"{select.on_inputs(_OF_LENGTHS)}: from {number(low)} to {number(high)}. Lines are head dims and masks; a "
-        "point's shape is the library. Below one the library is faster. Each point is of one run, in which the two "
-        "were interleaved; the runs may be of several sessions and GPUs.",
+        "point's shape is the library. Below one the library is faster. Each point is from one run, in which the two "
+        "were interleaved; runs may be from several sessions and GPUs.",
         provenance=_of_contests(shown, contests, regime),
         data_files=tuple(f"{shown.gpu}/runs/{run}.jsonl" for run in runs),
     )
 
 
 def _of_contests(shown: Results, contests: Sequence[Contest], regime: Regime) -> str:
-    """Where ratios over sequence lengths come from, for a caption."""
+    """Caption text on the source of ratios over sequence lengths."""
     runs = {contest.run for contest in contests}
     rows = [row for contest in contests for row in (contest.stage, contest.peer)]
     clocks = sorted(clock for row in rows if (clock := select.call_clock(row, regime)))
@@ -1045,11 +1046,11 @@ def _of_contests(shown: Results, contests: Sequence[Contest], regime: Regime) ->
 
 
 def lengths(shown: Results, *, head_dim: int, mask: str, dtype: str = "float16", regime: Regime = "burst") -> Chart:
-    """Rate over sequence length at a constant number of tokens, stages beside libraries; right, percent of the peak.
+    """Rate over sequence length at a constant number of tokens, of stages and libraries; right axis: percent of peak.
 
-    A line needs two lengths, and a rate that is not tiny beside the fastest: others are left out.
-    The peak is that of the tensor cores, measured on the same GPU. Libraries that lack the element type are hollow and
-    in their own (`Results.beside`).
+    A line needs two lengths and a rate of at least `_FAST` of the fastest; others are left out.
+    The peak is that of the tensor cores, measured on the same GPU. Libraries that lack the element type are hollow, in
+    another type (`Results.beside`).
 
     Raises:
         NoDataError: fewer than two lengths were measured, or none twice of one stage or library.
@@ -1117,7 +1118,7 @@ def lengths(shown: Results, *, head_dim: int, mask: str, dtype: str = "float16",
         f"{fastest}.",
         caption=f"D{head_dim}, {mask}, {dtype}, {regime}: {tokens:,} tokens in sequences of each length, "
         "stages (solid) and libraries (dashed; hollow in another element type)."
-        + (f" Right: percent of what a large {dtype} GEMM reaches on this GPU in a burst." if ceiling else "")
+        + (f" Right axis: percent of a large {dtype} GEMM's burst rate on this GPU." if ceiling else "")
         + (f" {left_out} are not drawn." if left_out else "")
         + _whence(shown, problems, used, each="length", regime=regime),
         **_of_rows(used, regime),
@@ -1137,14 +1138,14 @@ SASS_GROUPS: Mapping[str, tuple[str, ...]] = {
     "integer, move": ("integer", "move"),
     "control, rest": ("branch", "branch_predicated", "converge", "barrier", "other"),
 }
-"""Instruction classes as a chart shows them: few enough to tell apart."""
+"""Instruction classes in the groups that a chart shows."""
 
 
 def sass_mix(mixes: Mapping[str, Mapping[str, int]], *, note: str = "") -> Chart:
-    """The instruction mix of each kernel's machine code: static counts, each bar one kernel's whole.
+    """The instruction mix of each kernel's machine code: static counts, one bar per kernel.
 
     Args:
-        mixes: counts by class (see sass.py) for each label, of one kernel at least.
+        mixes: counts by class (see sass.py) for each label; at least one kernel.
         note: what was compiled: architecture, head dim, element type.
     """
     counts = {
@@ -1178,11 +1179,11 @@ STATE_GROUPS: Mapping[str, tuple[str, ...]] = {
     "Long Scoreboard, LG": ("long_scoreboard", "lg_throttle", "tex_throttle"),
     "Barrier": ("barrier", "membar"),
 }
-"""Warp states as a chart shows them, by Nsight Compute's names; the others are one more group."""
+"""Warp states in the groups that a chart shows, by Nsight Compute's names; the others form one more group."""
 
 
 def stalls(profiles: Sequence[StageProfile]) -> Chart:
-    """What the warps of each stage spent their time on, each bar one launch's whole.
+    """Warp states of each stage, one bar per launch.
 
     Raises:
         NoDataError: no profile names the states of warps.
@@ -1193,7 +1194,7 @@ def stalls(profiles: Sequence[StageProfile]) -> Chart:
         if profile.states:
             shares[profile.stage] = grouped | {"Other": max(0.0, 100 - sum(grouped.values()))}
     if not shares:
-        raise NoDataError.of("a profile that says what warps waited for", "flashlab profile")
+        raise NoDataError.of("a profile with warp states", "flashlab profile")
 
     def largest(groups: Mapping[str, float]) -> str:
         most = sorted(groups.items(), key=lambda item: -item[1])[:2]
@@ -1212,10 +1213,10 @@ def stalls(profiles: Sequence[StageProfile]) -> Chart:
 
 
 def busy(profiles: Sequence[StageProfile]) -> Chart:
-    """How busy the tensor pipe, the exponential unit and the issue slots were in one launch of each stage.
+    """Utilisation of the tensor pipe, the exponential unit and the issue slots in one launch of each stage.
 
     Raises:
-        NoDataError: no profile says so.
+        NoDataError: no profile has it.
     """
     units = {"tensor pipe": "tensor_percent", "exponential unit": "exp_percent", "issue slots": "issue_percent"}
     shares = {
@@ -1225,7 +1226,7 @@ def busy(profiles: Sequence[StageProfile]) -> Chart:
         if (value := getattr(profile, field)) is not None
     }
     if not shares:
-        raise NoDataError.of("a profile that says how busy units were", "flashlab profile")
+        raise NoDataError.of("a profile with the utilisation of units", "flashlab profile")
     said = "; ".join(f"{stage} {unit} {number(share, 2)} %" for (stage, unit), share in shares.items())
     return marks(
         shares,
@@ -1234,8 +1235,8 @@ def busy(profiles: Sequence[StageProfile]) -> Chart:
         origin=(0.0, 100.0),
         xlabel="percent of the cycles in which the SM was busy",
         name="busy",
-        alt=f"How busy units were: {said}.",
-        caption="How busy the tensor pipe, the unit for exponentials and conversions, and the issue slots were.",
+        alt=f"Unit utilisation: {said}.",
+        caption="Utilisation of the tensor pipe, the unit for exponentials and conversions, and the issue slots.",
         **_of_profiles(profiles),
     )
 
@@ -1274,7 +1275,7 @@ def ceilings(shown: Results) -> Chart:
         xticks=_PERCENT,
         bars=True,
         alt=f"Measured ceilings beside the data sheet's: {values}.",
-        caption="What the GPU at hand delivers of what its data sheet says (dense GEMMs).",
+        caption="Measured ceilings as a percentage of the data sheet's peaks (dense GEMMs).",
         provenance=select.sourced(first.gpu.name, "burst", runs=[first.run]),
         data_files=select.run_files([ceiling for ceiling, _ in pairs]),
     )
@@ -1286,12 +1287,12 @@ class _Point:
 
     row: Measurement
     label: str
-    """Empty: it shares the label of the mark above or below it."""
+    """Empty if it shares the label of the mark above or below it."""
     intensity: float
     """Operations a byte."""
     tflops: float
     solid: bool = True
-    """False: another head dim than the first problem's; of a stage, bytes that were counted, not measured."""
+    """False: another head dim than the first problem's; for a stage, bytes that were counted, not measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -1308,14 +1309,14 @@ class _Roof:
 _LABEL_POINTS = 11.5
 """Height of a label."""
 _NAMED_PROBLEMS = 8
-"""Problems of a roofline whose marks still have room for labels; more stand in the table beside it."""
+"""Maximum problems of a roofline whose marks have labels; for more, the table below names them."""
 _ROOF_COLOURS = ("#009e73", "#cc79a7", "#8a6fd1", "#a89f2c", "#8c6d4f")
 
 
 def _roofs(
     shown: Results, problem: Problem, bandwidth: Literal["copy", "l2_read"], clock_mhz: float | None
 ) -> list[_Roof]:
-    """The ceilings that `problem` meets: GEMMs on each unit, exponentials, and the memory called `bandwidth`.
+    """The ceilings of `problem`: GEMMs on each unit, exponentials, and the memory bandwidth named `bandwidth`.
 
     Those of an SM's units are at `clock_mhz`.
     """
@@ -1345,7 +1346,7 @@ def _roofs(
 
 
 def _problem_points(shown: Results, first: Problem) -> list[_Point]:
-    """Fastest stage and library of each full problem of the last rung, over the bytes that must cross device memory."""
+    """Fastest stage and library at each non-causal problem of the last rung, over compulsory device-memory bytes."""
     return [
         _Point(
             row=row,
@@ -1364,7 +1365,7 @@ def _problem_points(shown: Results, first: Problem) -> list[_Point]:
 def _stage_points(
     shown: Results, problem: Problem, level: Literal["dram", "l2"], profiles: Sequence[StageProfile]
 ) -> list[_Point]:
-    """Of each stage with a time a hollow mark, over counted bytes, and a filled one over measured, where there are."""
+    """For each stage with a time a hollow mark, over counted bytes, and a filled one over measured bytes, if any."""
     points: list[_Point] = []
     profiled = {profile.stage: profile for profile in profiles if profile.problem == problem}
     for row in shown.rows(problem):
@@ -1412,7 +1413,7 @@ def _draw_roofs(axes: Axes, roofs: Sequence[_Roof], left: float, right: float) -
 def _label_points(
     axes: Axes, layout: Layout, points: Sequence[_Point], *, crowded: bool, points_per_decade: float
 ) -> None:
-    """The labels of the marks, apart from each other; none where the marks are crowded."""
+    """Label the marks without overlap; no labels if the marks are crowded."""
     named = [point for point in points if point.label and not crowded]
     for point, shift in _spread_labels(named, points_per_decade=points_per_decade):
         # Towards the side where no other mark's label begins.
@@ -1439,11 +1440,11 @@ def roofline(
 
     At `dram` each mark is a problem: the fastest stage and the fastest library at it, over the bytes that must cross
     device memory; with `profiles`, it is a stage at the first problem. At `l2` each mark is a stage at the first
-    problem, over the bytes that its tiles fetch from L2. Where a stage was profiled there, a filled mark stands over
-    the bytes that did cross, beside the hollow one of those counted.
+    problem, over the bytes that its tiles load from L2. If a stage was profiled there, a filled mark shows the
+    measured bytes beside the hollow one for the counted bytes.
 
     Raises:
-        NoDataError: no bandwidth or compute ceiling was measured (a GPU without has no roof), nothing has a time, or
+        NoDataError: no bandwidth or compute ceiling was measured, nothing has a time, or
             `profiles` are given and none is of a stage with a time at the first problem.
     """
     first = shown.first
@@ -1506,23 +1507,23 @@ def roofline(
 def _of_marks(
     first: Problem, points: Sequence[_Point], level: Literal["dram", "l2"], by_problem: bool, crowded: bool
 ) -> str:
-    """What a roofline's caption says of its marks."""
+    """Caption text on the marks of a roofline."""
     if by_problem:
         stages = {point.row.name for point in points if point.row.kind == "stage"}
         which = f", {stages.pop()} at each" if len(stages) == 1 else ""
         return (
-            f"Each full {first.dtype} problem's fastest stage (circles{which}) and fastest library (diamonds), over "
+            f"The fastest stage (circles{which}) and library (diamonds) at each non-causal {first.dtype} problem, over "
             "the bytes that must cross device memory. A column is one sequence length S"
-            f"{'' if crowded else ', a label names batch and head dim'}. "
-            f"Filled: head dim {first.head_dim}, hollow: another."
+            f"{'' if crowded else '; labels name batch and head dim'}. "
+            f"Filled: head dim {first.head_dim}; hollow: other head dims."
         )
-    counted = "must cross device memory" if level == "dram" else "its tiles fetch from L2, counted from its tile size"
-    filled = " Filled: over those that Nsight Compute measured." if any(point.solid for point in points) else ""
+    counted = "must cross device memory" if level == "dram" else "its tiles load from L2, counted from the tile size"
+    filled = " Filled: over the bytes that Nsight Compute measured." if any(point.solid for point in points) else ""
     return f"Each stage at {first.label}. Hollow: over the bytes that {counted}.{filled}"
 
 
 def _of_ceilings(roofs: Sequence[_Roof], clock_mhz: float | None) -> str:
-    """What a roofline's caption says of its ceilings."""
+    """Caption text on the ceilings of a roofline."""
     dashed = "" if all(roof.measured for roof in roofs) else ", dashed ones are the data sheet's"
     if clock_mhz is None:
         return f"Solid ceilings were measured here{dashed}; the clock inside the calls was not recorded."
@@ -1531,7 +1532,7 @@ def _of_ceilings(roofs: Sequence[_Roof], clock_mhz: float | None) -> str:
 
 
 def _name_lengths(axes: Axes, layout: Layout, points: Sequence[_Point]) -> None:
-    """Name the columns of marks at the axis; columns that all but coincide have one name."""
+    """Name the columns of marks at the axis; columns that nearly coincide share a name."""
     columns: dict[str, float] = {}
     for point in points:
         if all(abs(other / point.intensity - 1) > 0.1 for other in columns.values()):
@@ -1553,10 +1554,9 @@ def differences(
     """Percent away from zero, with an interval, of several series in each row.
 
     Args:
-        series: (low, middle, high) in percent by row and series. What lies beyond the axis stands at its end, in
-            numbers.
-        axis: what the percentages are of.
-        within: half width of a band around zero, percent; none where None.
+        series: (low, middle, high) in percent by row and series. A value beyond the axis is printed at its end.
+        axis: the axis label.
+        within: half width of a band around zero, percent; None for no band.
         what: name, caption, provenance and data files, as `Chart` has them.
     """
     names = list(dict.fromkeys(title for row in series.values() for title in row))
@@ -1615,11 +1615,11 @@ Interval = tuple[str, Estimate, Look]
 
 
 def intervals(groups: Mapping[str, Sequence[Interval]], *, xlabel: str, ratio: bool, **what: Any) -> Chart:
-    """A forest plot: a value with its interval a row, in named groups, beside the line of no difference.
+    """A forest plot: one value with its interval per row, in named groups, and a line at no difference.
 
     Args:
-        groups: rows, one at least, by the name that stands above them.
-        xlabel: what the values are.
+        groups: rows, at least one, by the group's heading.
+        xlabel: the axis label.
         ratio: whether values are ratios, drawn on a logarithmic axis; else differences.
         what: name, caption, provenance and data files, as `Chart` has them.
     """
@@ -1643,7 +1643,7 @@ def intervals(groups: Mapping[str, Sequence[Interval]], *, xlabel: str, ratio: b
 
 
 def changes(comparison: Comparison) -> Chart:
-    """How many times as fast the second side of a comparison is, with intervals, a group a problem."""
+    """Speed-up of a comparison's second side over the first, with intervals, one group per problem."""
     looks: Mapping[str, Look] = {"faster": "better", "slower": "worse"}
     groups: dict[str, list[Interval]] = {}
     for change in comparison.changes:
@@ -1656,21 +1656,21 @@ def changes(comparison: Comparison) -> Chart:
     noise = "" if percent is None else f", and noise between starts is {percent:.2f} %"
     return intervals(
         groups,
-        xlabel=f"times as fast: {after} over {before}",
+        xlabel=f"speed-up: {after} over {before}",
         ratio=True,
         name="compare",
-        caption=f"How many times as fast {after} is as {before}: ratio of medians with its 95 % interval{noise}.",
+        caption=f"Speed-up of {after} over {before}: ratio of medians with its 95 % interval{noise}.",
         **_of_rows(records),
     )
 
 
 _RATIO_STEPS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.5, 2.0, 3.0, 5.0, 7.0, 10.0, 20.0)
 _RATIO_TICKS = 8
-"""At most so many fit beside one another."""
+"""Maximum number of ticks that fit side by side."""
 
 
 def _ratio_ticks(axes: Axes) -> None:
-    """Ticks at plain ratios, as dense as the axis's width allows, 1 always among them."""
+    """Ticks at round ratios, as dense as the axis allows, always including 1."""
     low, high = axes.get_xlim()
     apart = math.log(high / low) / _RATIO_TICKS
     kept = [1.0]

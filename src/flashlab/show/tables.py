@@ -1,6 +1,6 @@
-"""Tables in Markdown: a table is a list of columns, and a column says what its cells are of a row.
+"""Markdown tables: a table is a list of columns, and a column computes a cell from a row.
 
-`table(COLUMNS, rows)` renders any of them. A row is a record, or a dict of what one says (`timed`).
+`table(COLUMNS, rows)` renders any of them. A row is a record, or a dict of its values (`timed`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from flashlab.record.schema import (
 
 Cell = str | int | float | None
 Row = Any
-"""A record, or a dict of what one says: what a column takes its cell from."""
+"""A record, or a dict of its values, from which a column computes a cell."""
 
 _STATUS_WORDS: Mapping[Status, str] = {
     "ok": "ok",
@@ -61,16 +61,16 @@ _HELD_BACK: Mapping[str, str] = {
     "hw_thermal": "temperature",
     "hw_slowdown": "hardware slowdown",
 }
-"""NVML's reasons for holding a clock back, for people; others keep NVML's name."""
+"""Display names of NVML's throttle reasons; others keep NVML's name."""
 _LONG = 48
-"""Characters from which a cell is prose: on a phone it keeps a width to read it at."""
+"""Minimum characters of a prose cell, which keeps a readable width on a phone."""
 
 
 # --- A cell -----------------------------------------------------------------------------------------------------------
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """A number for people: `digits` significant ones, never in powers of ten, thousands apart; a dash for None."""
+    """A number to display: `digits` significant digits, no exponent, thousands separators; a dash for None."""
     if value is None or math.isnan(value):
         return "–"
     if value == 0:
@@ -81,7 +81,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def tiny(value: float | None) -> str:
-    """An error for people, in powers of ten; a dash for None."""
+    """An error to display, with an exponent; a dash for None."""
     return "–" if value is None else f"{value:.2e}"
 
 
@@ -96,7 +96,7 @@ def percent(value: float) -> str:
 
 
 def mhz(value: float) -> str:
-    """A clock, or a time, to four digits."""
+    """A clock or a time to four digits."""
     return number(value, 4)
 
 
@@ -106,12 +106,12 @@ def code(text: str) -> str:
 
 
 def source(text: str) -> str:
-    """Source for a table's cell: a code span whose characters no Markdown reads as its own."""
+    """Source code for a table cell: a code span with all Markdown escaped."""
     return f"<code>{_inert(text)}</code>"
 
 
 def prose(text: str) -> str:
-    """What a program said, for a page: in one line, and nothing of it but code spans is Markdown or HTML."""
+    """A program's message for a page: one line, with Markdown and HTML escaped outside code spans."""
     spans = " ".join(text.split()).split("`")
     if len(spans) % 2 == 0:  # a tick that opens a span and none that closes it
         return _inert("`".join(spans))
@@ -129,23 +129,23 @@ def place(file: str, line: int) -> str:
 
 
 def held_back(reasons: Iterable[str]) -> str:
-    """NVML's reasons for a lower clock, for people; `nothing` where there was none."""
+    """Display names of NVML's throttle reasons; `nothing` if there are none."""
     return ", ".join(_HELD_BACK.get(why, why) for why in reasons) or "nothing"
 
 
 def title_of(name: str) -> str:
-    """A library's name for people; any other name, as a stage's is, itself."""
+    """A library's display name; any other name, such as a stage's, unchanged."""
     peer = peers.PEERS.get(name)
     return peer.title if peer else name
 
 
 def short_title(name: str) -> str:
-    """A library's name without what stands in brackets."""
+    """A library's display name without its parentheses."""
     return title_of(name).split(" (")[0]
 
 
 def title(row: Measurement) -> str:
-    """A row's name for people."""
+    """A row's display name."""
     return code(row.name) if row.kind == "stage" else title_of(row.name)
 
 
@@ -163,15 +163,15 @@ class Column:
 
     header: str
     get: str | Callable[[Row], Any]
-    """Where a row has its value: a key, attribute or place, `1.burst.tflops` for one inside another; or a function of
-    the row. None and NaN are shown as a dash."""
+    """A key, attribute or index of the row, `1.burst.tflops` for nested ones, or a function of the row. None and NaN
+    are shown as a dash."""
     form: Callable[[Any], str | None] | None = None
-    """How a value is written: `percent`, `times`, …; as `markdown` does where None."""
+    """Formats a value: `percent`, `times`, …; None for the format of `markdown`."""
     left: bool = False
-    """Whether it is aligned left, as text is; the first column always is."""
+    """Whether it is left-aligned, like text; the first column always is."""
 
     def cell(self, row: Row) -> Cell:
-        """What a table shows of a row; None where that has no value."""
+        """The cell of a row; None if it has no value."""
         value: Any = self.get(row) if callable(self.get) else _inside(row, self.get)
         if value is None or (isinstance(value, float) and math.isnan(value)):
             return None
@@ -193,7 +193,7 @@ def stage(get: str | Callable[[Row], str] = "stage") -> Column:
 
 
 def table(columns: Sequence[Column], rows: Iterable[Row], *, drop_empty: bool = False) -> str:
-    """A table in Markdown; `drop_empty` leaves out the columns, but for the first, that no row has a value in."""
+    """A Markdown table; `drop_empty` omits columns, except the first, in which no row has a value."""
     cells = [[column.cell(row) for column in columns] for row in rows]
     kept = [
         index
@@ -205,13 +205,13 @@ def table(columns: Sequence[Column], rows: Iterable[Row], *, drop_empty: bool = 
 
 
 def folded(title: str, text: str, *, kind: str = "") -> str:
-    """Markdown that a click unfolds, on the site and in a notebook; the theme marks it as that kind of admonition."""
+    """Collapsed Markdown, on the site and in a notebook; the theme styles it as an admonition of that kind."""
     look = f' class="{kind}"' if kind else ""
     return f"<details{look} markdown>\n<summary>{title}</summary>\n\n{text.strip()}\n\n</details>"
 
 
 def unsearched(text: str) -> str:
-    """Markdown that the search leaves out: source code and rows by the thousand, which would be most of its index."""
+    """Markdown excluded from search: source code and thousands of rows would be most of the index."""
     return f"<div data-search-exclude markdown>\n\n{text}\n\n</div>"
 
 
@@ -244,11 +244,11 @@ def line(
     libraries: Collection[str] = (),
     regime: Regime = "burst",
 ) -> dict[str, Any]:
-    """What a record says with a hot L2, flat, and relative to `rows`: `over_parent`, `percent_of_best`.
+    """A record's values with a hot L2 as a flat dict, with `over_parent` and `percent_of_best` relative to `rows`.
 
     Args:
-        beside: rows of another element type, as `Results.beside` gives them; they have no share of the best.
-        libraries: those that must have been tried for there to be a share, as `Results.libraries` gives them.
+        beside: rows of another element type from `Results.beside`; they have no `percent_of_best`.
+        libraries: those that must have been tried for a `percent_of_best`, from `Results.libraries`.
     """
     peer = None if row in beside else select.fastest_of(libraries, rows, regime)
     of_best = select.speedup(row, peer, regime)
@@ -263,7 +263,7 @@ def line(
 def timed(
     rows: Sequence[Measurement], *, beside: Sequence[Measurement] = (), libraries: Collection[str] = ()
 ) -> list[dict[str, Any]]:
-    """What one problem's records say in bursts, flat; those `beside` in place of the same libraries' own."""
+    """Burst values of one problem's records as flat dicts; rows of `beside` replace those of the same libraries."""
     return [
         line(row, rows, beside=beside, libraries=libraries)
         for row in (select.with_beside(rows, beside) if beside else rows)
@@ -295,10 +295,10 @@ def rates(
     libraries: Collection[str] = (),
     records: Sequence[Measurement] = (),
 ) -> str:
-    """Every row of one problem: rate, time, spread, gain over its parent, share of the fastest library; or why not.
+    """Every row of one problem: rate, time, spread, speed-up over its parent, share of the fastest library; or status.
 
     Args:
-        beside: as `Results.beside` gives them; they have no share.
+        beside: from `Results.beside`; they have no share.
         libraries: as for `line`.
         records: as for `select.fastest_stage`.
     """
@@ -309,57 +309,57 @@ def rates(
 
 
 def beside_note(rows: Sequence[Measurement], beside: Iterable[Measurement]) -> str:
-    """What must be said where `rows` and those of `Results.beside` stand together; empty where there are none."""
+    """The note on rows of `Results.beside` in a table of `rows`; empty if there are none."""
     late = {row.name for row in select.elsewhere(rows)}
     best = max((select.rate(row) or 0.0 for row in rows if row.kind == "peer" and row.name not in late), default=0.0)
     dtype = rows[0].problem.dtype if rows else ""
     return " ".join(
-        f"{title_of(row.name)} stands here in {row.problem.dtype}, at the same shape in the same session: "
+        f"{title_of(row.name)} is listed in {row.problem.dtype}, at the same shape in the same session: "
         f"{lacks(row.name, dtype)}. Its {number(rate)} TFLOP/s are "
         f"{'faster than any' if rate > best else 'no faster than the best'} in {dtype} there. "
-        "Percentages compare only rows of one element type."
+        "Percentages compare only rows of the same element type."
         for row in beside
         if (rate := select.rate(row))
     )
 
 
 def set_of(libraries: Iterable[str]) -> str:
-    """The libraries that percentages are of the fastest of, for people."""
+    """Display names of the libraries whose fastest is the base of percentages."""
     names = sorted(map(short_title, libraries))
     return f"{len(names)} ({'; '.join(names)})" if names else "none"
 
 
 def lacks(name: str, dtype: str) -> str:
-    """Why a library has no time in an element type, for people."""
+    """Why a library has no time in an element type."""
     peer = peers.PEERS.get(name)
     return f"the wheel ({peer.wheel}) lacks {dtype}" if peer and peer.wheel else f"it does not take {dtype}"
 
 
 def elsewhere_note(rows: Sequence[Measurement]) -> str:
-    """What must be said where rows of another session stand among `rows`; empty where there are none."""
+    """The note on rows from other sessions among `rows`; empty if there are none."""
     late = select.elsewhere(rows)
     same = [row for row in rows if row.samples_of() and row not in late]
     if len(late) <= len(same):
         names = ", ".join(map(title, late))
-        return f"Of another session than the last stage, perhaps on another GPU: {names}." if late else ""
-    return f"Of other sessions than the last stage, perhaps on another GPU: all but {', '.join(map(title, same))}."
+        return f"In another session than the last stage, perhaps on another GPU: {names}." if late else ""
+    return f"In other sessions than the last stage, perhaps on another GPU: all but {', '.join(map(title, same))}."
 
 
 def fastest_note(rows: Sequence[Measurement], records: Sequence[Measurement]) -> str:
-    """What must be said where the fastest stage has not the highest rate among `rows`; empty where it has."""
+    """The note if the fastest stage does not have the highest rate among `rows`; else empty."""
     highest, fastest = select.fastest_stage(rows), select.fastest_stage(rows, records=records)
     if highest is None or fastest is None or highest is fastest:
         return ""
     return (
-        f"The fastest stage is {title(fastest)}: the higher rate of {title(highest)} is of another run, and such rates "
-        "are compared in the newest run that timed both."
+        f"The fastest stage is {title(fastest)}: the higher rate of {title(highest)} is from another run, and such "
+        "rates are compared in the newest run that timed both."
     )
 
 
 def off_ladder(rows: Sequence[Measurement], shown: Iterable[str]) -> str:
-    """Rows of one problem, those named `shown` in bold: time, rate, rate over their parent's, error; or why not.
+    """Rows of one problem, those named `shown` in bold: time, rate, speed-up over the parent, error; or status.
 
-    `rows` as `select.off_ladder` gives them. Of a stage for decoding, whose limit is memory, the rate in bytes too.
+    `rows` are from `select.off_ladder`. Decoding stages, which memory limits, also have their rate in bytes.
     """
     names = set(shown)
     rate_of = {row.name: select.rate(row) for row in rows}
@@ -392,7 +392,7 @@ STATES = (
         for (regime, cache), name in select.STATES.items()
     ),
     Column(
-        "sustained: clock held back by",
+        "sustained: clock limited by",
         lambda row: row.samples_of("sustained") and row.samples_of("sustained").conditions,
         lambda conditions: held_back(conditions.throttle_reasons),
     ),
@@ -400,7 +400,7 @@ STATES = (
 
 
 def states(rows: Iterable[Measurement]) -> str:
-    """Rates in each regime and cache state that one of the rows was measured in, and what held the clock back."""
+    """Rates in each regime and cache state that any row was measured in, and what limited the clock."""
     return table(STATES, [row for row in rows if row.status == "ok"], drop_empty=True)
 
 
@@ -421,9 +421,9 @@ COSTS = (
 
 
 def costs(rows: Sequence[Measurement], *, titled: bool = False) -> str:
-    """What a call costs whatever the clock is: cycles per score, power and energy, burst and sustained; and clocks.
+    """Costs of a call at any clock: cycles per score, power and energy, burst and sustained; and clocks.
 
-    `titled` puts the problem above it, for a page with several.
+    `titled` puts the problem above the table, for pages with several.
     """
     heading = f"**{rows[0].problem.label}**\n\n" if titled and rows else ""
     lines = [
@@ -435,19 +435,19 @@ def costs(rows: Sequence[Measurement], *, titled: bool = False) -> str:
 
 
 def _with_worst(contest: contests.Contest | None) -> str | None:
-    """A contest's ratio, with that of the worst layer where the inputs have layers."""
+    """A contest's ratio, and that of the worst layer if the inputs have layers."""
     if contest is None or contest.worst_ratio is None:
         return times(contest.ratio) if contest else None
     return f"{times(contest.ratio)}, {times(contest.worst_ratio)} on layer {contest.worst_layer}"
 
 
 def _titles(names: Iterable[str]) -> str:
-    """Libraries' names for people."""
+    """Display names of libraries."""
     return _listed([short_title(name) for name in names])
 
 
 def _without(names: Sequence[str]) -> str:
-    """Which libraries a ratio is without, behind what it stands with."""
+    """The suffix that names libraries which a ratio leaves out."""
     return f", without {_titles(names)}" if names else ""
 
 
@@ -457,7 +457,7 @@ def _sustained(held: contests.AgainstPeers) -> str | None:
 
 
 def _side(which: str) -> tuple[Column, Column]:
-    """The columns of one side of a contest in bursts: name and rate, and percent of the tensor cores' peak."""
+    """Columns of one side of a burst contest: name and rate, and percent of the tensor cores' peak."""
 
     def said(held: contests.AgainstPeers) -> str | None:
         if held.burst is None:
@@ -484,11 +484,11 @@ AGAINST = (
     Column("log-sum-exp alike", "sustained.adjusted_ratio", times),
     Column(_NAMED, "named_sustained.ratio", times),
 )
-"""Our best stage against the best library of the same element type, problem by problem."""
+"""Our best stage against the best library of the same element type, by problem."""
 
 
 def against(against_peers: Sequence[contests.AgainstPeers]) -> str:
-    """At how many problems the stage is the faster one, and between which ratios: a sentence a regime."""
+    """At how many problems the stage is faster, and the range of ratios: one sentence per regime."""
     said, partly = [], []
     regimes: tuple[tuple[Regime, str], ...] = (("burst", "in bursts"), ("sustained", "under sustained load"))
     for regime, when in regimes:
@@ -509,16 +509,16 @@ def against(against_peers: Sequence[contests.AgainstPeers]) -> str:
 
 
 def standing(ratios: Sequence[tuple[float, str]], what: str = "problems") -> str:
-    """How many of the ratios are above one, and between which two they lie, each with the words behind it."""
+    """How many ratios are above one, and the lowest and highest, each followed by its text."""
     (low, of_lowest), (high, of_highest) = min(ratios), max(ratios)
     won = sum(ratio > 1 for ratio, _ in ratios)
     return f"{won} of {len(ratios)} {what}: ratios lie between {times(low)}{of_lowest} and {times(high)}{of_highest}."
 
 
 def against_inputs(against_peers: Iterable[contests.AgainstPeers], regime: Regime = "burst") -> str:
-    """The ratios of the suite `peers` by kind of inputs, a row a kind: the worst first, `trained` beside `normal`.
+    """The ratios of the suite `peers`, one row per kind of inputs: the worst first, `trained` next to `normal`.
 
-    Below one, where the library is faster, a ratio is bold; that of the worst layer of `trained` stands beside it.
+    Ratios below one, where the library is faster, are bold; the worst layer's ratio follows for `trained`.
 
     Raises:
         NoDataError: none was measured on inputs that are not normal.
@@ -543,7 +543,7 @@ def against_inputs(against_peers: Iterable[contests.AgainstPeers], regime: Regim
         return min(contest.ratio, contest.worst_ratio or contest.ratio)
 
     worst = {kind: min(map(lowest, of_kind.values())) for kind, of_kind in by_kind.items()}
-    # The two that are people's own stand side by side where the worse of them is.
+    # Normal and trained inputs are adjacent, at the place of the worse one.
     pair = worst.keys() & {NORMAL, TRAINED}
     together = min((worst[kind] for kind in pair), default=0.0)
     order = sorted(worst, key=lambda kind: (together if kind in pair else worst[kind], kind in pair, worst[kind]))
@@ -563,48 +563,45 @@ def against_inputs(against_peers: Iterable[contests.AgainstPeers], regime: Regim
     said = f"{rows}\n{_stages_of(by_kind, order)}\n"
     if partly:
         every = sorted({name for names in partly.values() for name in names})
-        said += f"\n† The run left out {_titles(every)}, which may be faster: the ratio may be too high.\n"
+        said += f"\n† The run left out {_titles(every)}, which may be faster, so the ratio may be too high.\n"
     return said
 
 
 def _stages_of(by_kind: Mapping[str, Mapping[str, contests.Contest]], order: Iterable[str]) -> str:
-    """Which stages the ratios are of: a difference between two kinds may be one between two stages."""
+    """The stages behind the ratios, since two kinds may differ because their stages do."""
     of_stage = grouped(
         ((contest.stage.name, kind) for kind in order for contest in by_kind[kind].values()), lambda pair: pair[0]
     )
     most, *others = sorted(of_stage, key=lambda name: len(of_stage[name]), reverse=True)
     if not others:
-        return f"Every ratio is of {code(most)}."
+        return f"Every ratio is for {code(most)}."
 
     def said(name: str) -> str:
         count, kinds = len(of_stage[name]), list(dict.fromkeys(code(kind) for _, kind in of_stage[name]))
-        return f"{count} {'is' if count == 1 else 'are'} of {code(name)}, on {_listed(kinds)}"
+        return f"{count} {'is' if count == 1 else 'are'} for {code(name)}, on {_listed(kinds)}"
 
-    counted = f"{len(of_stage[most])} ratios are of {code(most)}, and {', and '.join(map(said, others))}"
-    return f"{counted}: a difference between two kinds may be one between the stages."
+    counted = f"{len(of_stage[most])} ratios are for {code(most)}, and {', and '.join(map(said, others))}"
+    return f"{counted}: two kinds may differ because their stages do."
 
 
 FEATURED = (
     Column("problem", "stage.problem.label"),
     Column("stage", "stage.name", code, left=True),
     Column("µs", lambda featured: select.median_us(featured.stage), mhz),
-    Column("TFLOP/s of the scores seen", lambda featured: select.rate(featured.stage), mhz),
-    Column("over itself without", lambda featured: select.speedup(featured.stage, featured.without), times),
-    Column(
-        "fastest library there", lambda featured: short_title(featured.peer.name) if featured.peer else None, left=True
-    ),
+    Column("TFLOP/s, visible scores", lambda featured: select.rate(featured.stage), mhz),
+    Column("× without it", lambda featured: select.speedup(featured.stage, featured.without), times),
+    Column("fastest library", lambda featured: short_title(featured.peer.name) if featured.peer else None, left=True),
     Column("µs", lambda featured: select.median_us(featured.peer), mhz),
-    Column("over the library", lambda featured: select.speedup(featured.stage, featured.peer), times),
+    Column("× library", lambda featured: select.speedup(featured.stage, featured.peer), times),
 )
-"""A stage with a window or a soft cap, beside itself without them and the library that takes them."""
+"""A stage with a window or a soft cap, compared with itself without and with the library that supports them."""
 
 
 def accuracy(accuracies: Iterable[contests.Accuracy]) -> str:
     """Errors by implementation and kind of inputs, over FlashAttention-3's, or -4's where the wheel lacks the type.
 
-    First on which kinds the newest stage misses its aim; then, for each element type, how many times the reference's
-    error it is at the worst of head dims and masks, the kind first where a stage is worst; then every error, problem by
-    problem.
+    First the kinds on which the newest stage misses its target; then, per element type, the error over the reference's
+    at the worst head dim and mask, kinds with the worst stage first; then every error, by problem.
 
     Raises:
         NoDataError: there are none on inputs that are not normal.
@@ -623,7 +620,7 @@ def accuracy(accuracies: Iterable[contests.Accuracy]) -> str:
 
 
 def _aim(accuracies: Sequence[contests.Accuracy]) -> str:
-    """On which kinds of inputs the newest stage's errors are above what they were meant to be."""
+    """The kinds of inputs on which the newest stage's errors exceed their target."""
     kinds = {
         name: {checked.problem.inputs for checked in accuracies if name in checked.errors} for name in registry.STAGES
     }
@@ -639,7 +636,7 @@ def _aim(accuracies: Sequence[contests.Accuracy]) -> str:
             missed.setdefault(dtype, []).append(f"{code(kind)} ({' and '.join(over)})")
     where = ", and in ".join(f"{dtype} on {_listed(words)}" for dtype, words in missed.items())
     return (
-        f"The aim of {code(newest)} was at most {contests.RMS_AIM} times the reference's RMS error and "
+        f"The target of {code(newest)} is at most {contests.RMS_AIM} times the reference's RMS error and "
         f"{contests.LARGEST_AIM} times its largest, on each kind of inputs; {len(kinds[newest])} of {len(KINDS)} kinds "
         f"are on record. {f'Missed in {where}.' if where else 'It is met on these.'}"
     )
@@ -650,7 +647,7 @@ def _listed(words: Sequence[str]) -> str:
 
 
 def _worst(accuracies: Iterable[contests.Accuracy], name: str) -> tuple[float, ...]:
-    """Both errors over the reference's at the worst problem; empty where it was not checked."""
+    """Both errors over the reference's at the worst problem; empty if it was not checked."""
     return tuple(
         map(max, zip(*(checked.over_reference(name) for checked in accuracies if name in checked.errors), strict=True))
     )
@@ -672,7 +669,7 @@ EVERY_ERROR = (
 
 
 def _accuracy_of(dtype: str, kinds: Mapping[str, Sequence[contests.Accuracy]]) -> str:
-    """The table of one element type, and below it every error."""
+    """The table of one element type, followed by every error."""
     # What was checked on one kind alone is not to be compared over kinds.
     counts = Tally(
         name for same in kinds.values() for name in dict.fromkeys(n for checked in same for n in checked.errors)
@@ -703,7 +700,7 @@ def _range(prediction: Scored) -> str:
 
 
 def _where(prediction: Scored) -> str:
-    """In what its problem is another one than the first: `D128`, `causal`, `rotating K and V`; empty where none."""
+    """How its problem differs from the first: `D128`, `causal`, `rotating K and V`; empty if it does not."""
     expected, usual = prediction.expected, Problem.parse(FIRST_SHAPE).label.split()
     state = "" if expected.cache == "hot" else select.STATES["burst", expected.cache].removeprefix("burst, ")
     return " ".join(filter(None, (*(word for word in expected.problem.label.split() if word not in usual), state)))
@@ -716,7 +713,7 @@ def _measured(prediction: Scored) -> str | None:
 
 
 def outcome(prediction: Scored) -> str:
-    """Where a measurement lies, for people: `inside`, `5.7 % above`, `8.1 % below`, `not on record`."""
+    """A measurement against its predicted range: `inside`, `5.7 % above`, `8.1 % below`, `not on record`."""
     if prediction.off is None:
         return "not on record"
     return (
@@ -727,8 +724,8 @@ def outcome(prediction: Scored) -> str:
 
 
 def scored(numbers: Sequence[Scored]) -> str:
-    """A prediction's numbers in its own words, each with where it is of another problem than the first, and what was
-    measured; empty where it has none."""
+    """A prediction's numbers in its own words, each with its problem if not the first, and the measurement; empty if it
+    has none."""
 
     def said(prediction: Scored) -> str:
         where = f" ({_where(prediction)})" if _where(prediction) else ""
@@ -748,14 +745,14 @@ PREDICTIONS = (
 
 
 def predictions(scored: Sequence[Scored]) -> str:
-    """How many numbers of predictions came true, and a table of all, those furthest off first."""
+    """How many predicted ranges hold, and a table of all, the furthest off first."""
     known = [prediction for prediction in scored if prediction.off is not None]
     inside = sum(prediction.off == 0 for prediction in known)
     above = sum((prediction.off or 0) > 0 for prediction in known)
     lines = sorted(scored, key=lambda prediction: -abs(prediction.off) if prediction.off is not None else 1)
     return (
-        f"Of {len(known)} numbers {inside} lie inside their range, {above} above it and {len(known) - inside - above} "
-        f"below.\n\n{table(PREDICTIONS, lines)}"
+        f"Of {len(known)} measurements, {inside} are inside the predicted range, {above} above it and "
+        f"{len(known) - inside - above} below it.\n\n{table(PREDICTIONS, lines)}"
     )
 
 
@@ -768,13 +765,13 @@ def warp_state(metric: str) -> str:
     """A warp state as Nsight Compute names it: `long_scoreboard` is Long Scoreboard.
 
     On Hopper a warp that waits at an mbarrier counts under Long Scoreboard, and one that waits for its wgmma to be done
-    under Barrier: the samples of lines that do nothing else say so.
+    under Barrier, as the samples of lines that do nothing else show.
     """
     return " ".join(_ACRONYMS.get(word, word) for word in metric.replace("_", " ").title().split())
 
 
 def _states(shares: Mapping[str, float]) -> str | None:
-    """The three states that warps were in most often."""
+    """The three most frequent warp states."""
     most = list(shares.items())[:3]
     return ", ".join(f"{warp_state(state)} {number(share, 2)} %" for state, share in most) or None
 
@@ -788,7 +785,7 @@ PROFILES = (
     Column("integer, max", "alu_percent", percent),
     Column("issue slots", "issue_percent", percent),
 )
-"""How busy units and issue slots were in one launch of each stage, and the states of its warps."""
+"""Utilisation of units and issue slots in one launch of each stage, and its warp states."""
 
 
 _OCCUPANCY_LIMITS: Mapping[str, str] = {
@@ -801,10 +798,10 @@ _OCCUPANCY_LIMITS: Mapping[str, str] = {
 
 
 def _occupancy_limit(profile: StageProfile) -> str | None:
-    """What holds occupancy back.
+    """What limits occupancy.
 
-    Shared memory is named only where nothing else holds back as much: the driver takes from the L1 cache what the
-    blocks need that fit otherwise, so that its limit equals the lowest other one in nearly every launch.
+    Shared memory is named only if nothing else limits it as much: the driver takes from the L1 cache what the blocks
+    need that fit otherwise, so that its limit equals the lowest other one in nearly every launch.
     """
     blocks = {words: profile.metrics[name] for name, words in _OCCUPANCY_LIMITS.items() if name in profile.metrics}
     lowest = [words for words, value in blocks.items() if value == min(blocks.values())]
@@ -821,11 +818,11 @@ OCCUPANCY = (
     Column("bank conflicts", "conflict_percent", percent),
     Column("sectors per load", "load_sectors"),
 )
-"""Warps that could reside and did, and how threads went to memory, in one launch of each stage."""
+"""Theoretical and achieved occupancy and memory access patterns in one launch of each stage."""
 
 
 def _bytes(level: str, counted: Callable[[StageProfile], float]) -> tuple[Column, ...]:
-    """Bytes counted and measured at a level of memory, in MB, and their ratio."""
+    """Counted and measured bytes at a memory level, in MB, and their ratio."""
     measured = f"{level.lower()}_bytes"
     return (
         Column(f"{level} counted, MB", lambda profile: counted(profile) / 1e6),
@@ -844,19 +841,19 @@ TRAFFIC = (
     *_bytes("DRAM", lambda profile: float(profile.problem.compulsory_bytes)),
     *_bytes("L2", lambda profile: roofline.l2_bytes(profile.problem, profile.tile_q)),
 )
-"""Bytes that crossed device memory and L2 in one launch of each stage, beside what was counted from its tiles."""
+"""Bytes transferred from device memory and L2 in one launch of each stage, measured and counted from its tiles."""
 
 
 def hot_lines(profiles: Iterable[StageProfile], *, lines: int = 5, pages: str | None = None) -> str:
-    """The source lines at which the warps of each stage were sampled most often, and in which states.
+    """The source lines with the most warp samples of each stage, and the sampled states.
 
     Args:
         profiles: one launch of each stage.
-        lines: how many of each.
-        pages: folder of the stages' pages, to link them; None for no links.
+        lines: number of lines per stage.
+        pages: folder of the stage pages to link to; None for no links.
 
     Raises:
-        NoDataError: samples of none were traced to lines.
+        NoDataError: no samples were traced to lines.
     """
 
     def name(item: Row) -> str:
@@ -893,7 +890,7 @@ def hot_lines(profiles: Iterable[StageProfile], *, lines: int = 5, pages: str | 
 
 
 def untimed(rows: Iterable[Measurement]) -> str:
-    """Rows without a time and why; empty where every row has one."""
+    """Rows without a time, with status and reason; empty if every row has one."""
     counts = Tally((title(row), _STATUS_WORDS[row.status], prose(row.reason)) for row in rows if row.status != "ok")
     lines = [(*what, count) for what, count in counts.items()]
     return markdown(("", "status", "reason", "problems"), lines, left=3) if lines else ""
@@ -912,7 +909,7 @@ RESOURCES = (
 
 
 def resources(cubins: Mapping[str, CubinFields | None]) -> str:
-    """Resource usage of each kernel, from the machine code that was launched."""
+    """Resource usage of each kernel, from the launched machine code."""
     return table(RESOURCES, [item for item in cubins.items() if item[1]])
 
 
@@ -936,17 +933,17 @@ VERDICTS = (
     Column("limit", "verdict.rms_limit", tiny),
     Column("log-sum-exp error", "verdict.lse_error", tiny),
 )
-"""What the checker said of each row."""
+"""The checker's verdict on each row."""
 
 
 def inputs() -> str:
-    """The kinds of inputs, and what each does to scores."""
+    """The kinds of inputs and their effect on scores."""
     return table((Column("kind", "name", code), Column("Q, K and V", "title", left=True)), KINDS.values())
 
 
 _GPU_FACTS: Mapping[str, Callable[[Gpu], str]] = {
     "SMs": lambda gpu: str(gpu.sm_count),
-    "highest SM clock that NVML names": lambda gpu: f"{number(gpu.max_sm_clock_mhz, 4)} MHz",
+    "maximum SM clock (NVML)": lambda gpu: f"{number(gpu.max_sm_clock_mhz, 4)} MHz",
     "memory": lambda gpu: f"{number(gpu.memory_bytes / 2**30)} GiB",
     "L2 cache": lambda gpu: f"{number(gpu.l2_bytes / 2**20)} MiB",
     "power limit": lambda gpu: f"{number(gpu.power_limit_w)} W",
@@ -968,7 +965,7 @@ def machine(shown: Results) -> str:
         "Compute capability": ".".join(map(str, gpu.compute_capability)),
         **said,
         "Driver": gpu.driver,
-        "Fingerprint of this one": code(gpu.fingerprint),
+        "Fingerprint": code(gpu.fingerprint),
     } | {
         f"Host {name.removesuffix('_gib').replace('_', ' ')}": f"{value} GiB" if name.endswith("_gib") else value
         for name, value in shown.machine.host.items()
@@ -977,7 +974,7 @@ def machine(shown: Results) -> str:
 
 
 def chips(shown: Results, data: Path = DATA) -> str:
-    """Every GPU that runs were made on: fingerprint, dates, rented machine, what is shown of it, runs, rows and cost.
+    """Every GPU with runs: fingerprint, dates, rented machine, what pages show of it, runs, rows and cost.
 
     Raises:
         NoDataError: there are no runs.
@@ -1009,7 +1006,7 @@ def chips(shown: Results, data: Path = DATA) -> str:
 
 
 def _rented(rows: Iterable[Measurement | Ceiling]) -> str | None:
-    """Kinds of machines and prices of a GPU of theirs, as records have them; None where none has."""
+    """Machine types and prices per GPU, as recorded; None if not recorded."""
 
     def named(start: Start) -> str:
         price = "" if start.usd_per_gpu_hour is None else f"{number(start.usd_per_gpu_hour)} US$/GPU-hour"
@@ -1019,9 +1016,9 @@ def _rented(rows: Iterable[Measurement | Ceiling]) -> str | None:
 
 
 def cost_usd(rows: Iterable[Measurement | Ceiling]) -> float | None:
-    """Price of the GPU from the start of each run to its last record, of the runs that name one; None where none does.
+    """GPU price from the start of each run to its last record, for runs with a price; None if there are none.
 
-    What lies before and after a run, such as compiling and installing, is not counted.
+    Time before and after a run, such as compiling and installing, is not counted.
     """
     spent: dict[str, float] = {}
     for row in rows:
@@ -1033,7 +1030,7 @@ def cost_usd(rows: Iterable[Measurement | Ceiling]) -> float | None:
 
 
 def software(shown: Results) -> str:
-    """Software versions of the newest run that is shown."""
+    """Software versions of the newest run shown."""
     rows = [row for rows in shown.problems.values() for row in rows] + list(shown.ceilings.values())
     newest = max(rows, key=lambda row: row.run)
     return markdown(("package", "version"), sorted(newest.software.items()), left=2)
@@ -1060,12 +1057,12 @@ def ceilings(shown: Results) -> str:
 
 
 def gpu_title(shown: Results) -> str:
-    """A GPU's name for people, without its maker: `H200`."""
+    """A GPU's display name without its maker: `H200`."""
     return shown.name.removeprefix("NVIDIA ")
 
 
 def machines(everything: Sequence[Results]) -> str:
-    """The GPUs side by side: what each is, what was measured of it, and its limits where they were measured."""
+    """The GPUs side by side: hardware, measured ceilings, and the extent of their records."""
     lines: list[list[Cell]] = [
         [what, *(said(shown.hardware) if shown.hardware else None for shown in everything)]
         for what, said in _GPU_FACTS.items()
@@ -1079,7 +1076,7 @@ def machines(everything: Sequence[Results]) -> str:
             ]
         )
     lines.append(["problems on record", *(str(len(shown.problems)) for shown in everything)])
-    lines.append(["records", *("partial" if shown.lacking else "whole" for shown in everything)])
+    lines.append(["records", *("partial" if shown.lacking else "complete" for shown in everything)])
     return markdown(("", *map(gpu_title, everything)), lines)
 
 
@@ -1090,9 +1087,9 @@ def across(
     *,
     titled: bool = False,
 ) -> str:
-    """The same stages and libraries at the same problems on each GPU, the first GPU the base of ratios.
+    """The same stages and libraries at the same problems on each GPU; the first GPU is the base of ratios.
 
-    `titled` says that the heading above names the problem, the same in every row.
+    `titled`: the heading above names the problem, which is the same in every row.
     """
     base, *others = everything
     lines: list[dict[str, Any]] = [
@@ -1101,7 +1098,7 @@ def across(
         if any(implementation.ratio(shown.gpu, base.gpu, regime) for shown in others)
     ]
     if not lines:
-        return f"*No stage or library of those above has a {regime} time on two GPUs.*"
+        return f"*None of these stages and libraries has a {regime} time on two GPUs.*"
 
     def of(shown: Results) -> tuple[Column, ...]:
         name, gpu = gpu_title(shown), shown.gpu
@@ -1129,10 +1126,10 @@ def across(
 
 
 def placement(shown: Results) -> str:
-    """Where the fastest stage and library stand under the roof that bounds them, at each full problem of the last rung.
+    """The fastest stage and library against their roof, at each non-causal problem of the last rung.
 
-    It is what the tensor cores can do at the clock inside the row's calls or, said so, device memory. A problem that
-    stays in L2 from call to call may pass the latter, and says that.
+    The roof is the tensor cores' rate at the clock inside the row's calls or, if so marked, device memory. A problem
+    that stays in L2 from call to call may exceed the latter, and is marked.
 
     Raises:
         NoDataError: no bandwidth was measured.
@@ -1152,7 +1149,7 @@ def placement(shown: Results) -> str:
         lines.append(line)
     ours = ("fastest stage", "TFLOP/s", "roof, TFLOP/s", "of roof")
     sides = (*ours, "fastest library", "its TFLOP/s", "its roof, TFLOP/s", "of its roof")
-    return markdown((f"{first.dtype}, full", "operations per byte", *sides), lines)
+    return markdown((f"{first.dtype}, non-causal", "operations per byte", *sides), lines)
 
 
 def _under_roof(row: Measurement | None, rate: float | None, bandwidth_tb_s: float) -> tuple[Cell, Cell]:
@@ -1163,11 +1160,11 @@ def _under_roof(row: Measurement | None, rate: float | None, bandwidth_tb_s: flo
     roof = min(peak, slope)
     share = 100 * rate / roof
     bound = "" if peak <= slope else " (memory)"
-    return f"{number(roof)}{bound}", percent(share) if share <= 100 else "above, out of L2"
+    return f"{number(roof)}{bound}", percent(share) if share <= 100 else "above: data in L2"
 
 
 def best(row: Measurement | None) -> tuple[str | None, float | None]:
-    """Name and rate of a row for two cells of a table; None twice where there is no row."""
+    """Name and rate of a row for two table cells; both None if there is no row."""
     return (title(row), select.rate(row)) if row else (None, None)
 
 
@@ -1175,7 +1172,7 @@ def best(row: Measurement | None) -> tuple[str | None, float | None]:
 
 
 def _checked(what: str, place: int) -> tuple[Column, ...]:
-    """The columns of one kind of comparison, the run named last; dashes where a stage has none."""
+    """Columns of one kind of comparison, ending with the run; dashes where a stage has none."""
 
     def of(lines: select.Comparisons, *statuses: str) -> int | None:
         return sum(line.status in statuses for line in lines) if lines else None
@@ -1208,7 +1205,7 @@ CHECK_RECORDS = (
     Column("problems", lambda item: len({line.problem for line in item[1]}), "{:,}".format),
     *_checked("comparisons", 1),
 )
-"""What files of comparisons hold: of each a link with words, and its lines."""
+"""Contents of comparison files: for each a link and its lines."""
 CHECKS = (stage("0"), *_checked("hostile lengths", 1), *_checked("random shapes and strides", 2))
 
 
@@ -1218,14 +1215,14 @@ def checks(
     """The newest comparisons of each stage with the oracle, over hostile lengths and over random shapes and strides.
 
     Args:
-        lengths, drawn: as `select.newest_checks` gives them.
-        stages: a row each; dashes where nothing is on record.
+        lengths, drawn: from `select.newest_checks`.
+        stages: one row each; dashes where nothing is on record.
     """
     return table(CHECKS, [(stage_id, lengths.get(stage_id, ()), drawn.get(stage_id, ())) for stage_id in stages])
 
 
 def sanitized(records: Sequence[Sanitized]) -> str:
-    """What each of compute-sanitizer's tools found in each stage: a sentence, and a table of errors in launches."""
+    """Findings of compute-sanitizer's tools per stage: a sentence, and a table of errors in launches."""
     by_stage: dict[str, dict[str, Sanitized]] = {}
     for record in records:
         by_stage.setdefault(record.stage, {})[record.tool] = record
@@ -1239,12 +1236,12 @@ def sanitized(records: Sequence[Sanitized]) -> str:
     tools = dict.fromkeys(record.tool for record in records)
     columns = [Column("stage", "0", code)]
     columns += [Column(tool, f"1.{tool}", errors) for tool in tools]
-    clean = "Nothing was found." if all(record.clean for record in records) else "Something was found."
+    clean = "No errors were found." if all(record.clean for record in records) else "Errors were found."
     days = sorted({record.time[:10] for record in records})
     when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
     return (
         f"{records[0].gpu.name}, {when}, {', '.join(sorted({record.version for record in records}))}. {clean} "
-        f"Errors, in so many launches:\n\n{table(columns, by_stage.items())}"
+        f"Errors and launches:\n\n{table(columns, by_stage.items())}"
     )
 
 
@@ -1252,18 +1249,18 @@ def sanitized(records: Sequence[Sanitized]) -> str:
 
 _DOWNLOADS = facts_in(__file__, "downloads")
 MEASUREMENT_COLUMNS: Mapping[str, str] = _DOWNLOADS["measurements"]
-"""Columns of measurements.csv, in order, and what they mean."""
+"""Columns of measurements.csv, in order, with their meanings."""
 SAMPLE_COLUMNS: Mapping[str, str] = _DOWNLOADS["samples"]
-"""Columns of samples.csv, in order, and what they mean."""
+"""Columns of samples.csv, in order, with their meanings."""
 
 
 def _in_each_state(row: Measurement) -> Iterator[tuple[dict[str, object], Samples | None]]:
-    """The columns of a row in each state it has a time in, and the samples; once without where it has none."""
+    """The columns and samples of a row in each state with a time; once without samples if it has none."""
     every = {name: getattr(row.cubin, name, getattr(row.verdict, name, None)) for name in MEASUREMENT_COLUMNS}
     every |= {"time": row.time, "gpu": row.gpu.name, "gpu_fingerprint": row.gpu.fingerprint}
     every["cubin_sha256"] = row.cubin.sha256 if row.cubin else None
     for taken in row.samples:
-        # By itself, as a layer of trained inputs is not in the headline numbers.
+        # On its own: headline numbers leave out layers of trained inputs.
         alone = row.model_copy(update={"samples": (taken.model_copy(update={"layer": None}),)})
         more = {"layer": taken.layer, "calls": taken.calls}
         yield every | headline(alone, taken.regime, taken.cache) | more, taken
@@ -1280,7 +1277,7 @@ def measurement_lines(rows: Iterable[Measurement]) -> list[dict[str, object]]:
 def sample_lines(rows: Iterable[Measurement]) -> list[dict[str, object]]:
     """Lines of samples.csv: times to seven digits, more than any timer here resolves, and clocks in whole megahertz.
 
-    Their decimals would be half of the file.
+    Further decimals would be half of the file.
     """
     lines = []
     for columns, taken in (state for row in rows for state in _in_each_state(row)):
