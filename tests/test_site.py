@@ -102,7 +102,7 @@ def test_the_front_holds_the_stages_against_the_library_that_lacks_the_first_typ
     assert f"[`{LAST}`](stages/{LAST}.md), the version that flashlab runs there by default" in finding
     assert "**1.30 times** the rate of cuDNN" in finding
     assert "at B16 H16 S2048 D64 full float16, on normally distributed inputs of unit scale" in finding
-    assert "On no problem on record" in (out.root / "snippets" / "losses.md").read_text(encoding="utf-8")
+    assert "No library is faster at any problem" in (out.root / "snippets" / "losses.md").read_text(encoding="utf-8")
 
 
 def test_the_front_says_where_a_library_is_faster(tmp_path: Path) -> None:
@@ -476,7 +476,7 @@ def test_a_partial_gpu_is_marked_and_never_takes_over(two_gpus: Path, tmp_path: 
     ]
     content._lists(out, everything)
     listed = (out.root / "snippets" / "results.md").read_text(encoding="utf-8")
-    assert re.search(r"H200.*\| whole \|", listed)
+    assert re.search(r"H200.*\| complete \|", listed)
     assert re.search(r"H100.*\| partial \|", listed)
 
 
@@ -499,7 +499,7 @@ def test_gpus_are_compared_at_the_same_problems_with_clocks_power_and_ratio(two_
     said = f"on the H200 and the H100 for {count} pairs, each at one problem and with the same tunables."
     assert f"{said} It is the same on both for all." in machines
     alone = content._compared(out, everything[:1], two_gpus)
-    assert "A second folder under `data/` fills this page" in alone
+    assert "This page needs records of a second GPU" in alone
 
 
 def test_plumbing_is_left_out_and_its_output_kept(pages: Path) -> None:

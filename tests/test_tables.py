@@ -370,7 +370,7 @@ def test_a_line_keeps_its_row_when_an_edit_moves_it(folder: Path) -> None:
     assert len(table) == 2 + 2 + 1
     assert "| 32 | ×2.0 | 16 | ×1.0 |" in table[3]
     assert table[2].endswith("| 4 | ×1.0 | – | – |")
-    assert table[-1].startswith("| in all |")
+    assert table[-1].startswith("| total |")
     assert "a&#91;i&#93; = x &#124; y;" in table[2]
     assert "×1.5" in trial.sectors({"before": before})
     assert "global memory" in trial.sectors({"after": after})
@@ -396,7 +396,7 @@ def test_findings_quote_both_lines_and_say_when_there_are_none(folder: Path) -> 
     assert '<code class="place">kernel.cu:1</code><br><code>a&#91;i&#93; = x &#124; y;</code>' in table
     assert '<code class="place">kernel.cu:2</code><br><code>b&#91;i&#93; = a' in table
     assert "found nothing" in trial.findings(Report(status="ok", message="", seconds=1))
-    assert "Up to where it stopped" in trial.findings(Report(status="timeout", message="", seconds=1))
+    assert "up to the point where" in trial.findings(Report(status="timeout", message="", seconds=1))
     assert trial.findings(None) == trial.NO_REPORT
 
 

@@ -1,11 +1,11 @@
 """Drawings of what the kernels do, from the constants of their sources: tiles, fragments, swizzles, schedules, bytes.
 
 Sizes, counts and layouts come from `kernels.text`, at the defaults of a stage's tunables, for float16 and head dim 64.
-Schedules are drawn from the order of the code; their lengths are not measured, and each caption says so. Those of
-`timeline` are to scale: the cycle model says how long things take (experiments/timelines.py).
+Schedules follow the order of the code; their lengths are not measured, as each caption states. Those of `timeline`
+are to scale, with lengths from the cycle model (experiments/timelines.py).
 
-A drawing is a function that draws on a figure and returns what its words name in braces; drawings.toml has the words,
-and the heights of both layouts.
+A drawing is a function that draws on a figure and returns the values of the placeholders in its texts; drawings.toml
+has the texts and the heights of both layouts.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 HEAD_DIM = 64
 _ARROW = {"arrowstyle": "->", "color": INK, "linewidth": 1.2}
 TIMELINE_CYCLES: Mapping[Layout, int] = {"wide": 5000, "narrow": 2800}
-"""That a timeline has room for."""
+"""Cycles that a timeline covers."""
 BANKS, BANK_BYTES = 32, 4
-"""Of an SM's shared memory."""
+"""Banks of an SM's shared memory, and bytes per bank."""
 Facts = Mapping[str, object]
-"""What a drawing's words name in braces."""
+"""Values of the placeholders in a drawing's texts."""
 
 
 class Span(NamedTuple):
@@ -59,7 +59,7 @@ class Span(NamedTuple):
     colour: str
     low: float = 0.0
     high: float = 1.0
-    """How much of the row's height it fills, from where to where."""
+    """The part of the row's height that it fills, from `low` to `high`."""
 
 
 def _constants(stage_id: str) -> dict[str, int]:
@@ -104,7 +104,7 @@ def _arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float]) -> 
 
 
 def _panels(figure: Figure, layout: Layout, count: int, **what: Any) -> Sequence[Axes]:
-    """Axes beside one another where there is width, else below one another."""
+    """Axes side by side in the wide layout, else one below the other."""
     shape = (1, count) if layout == "wide" else (count, 1)
     return list(figure.subplots(*shape, squeeze=False, **what).flat)
 
@@ -113,7 +113,7 @@ def _panels(figure: Figure, layout: Layout, count: int, **what: Any) -> Sequence
 
 
 def scalar(figure: Figure, layout: Layout) -> Facts:
-    """What one thread of 00 works through."""
+    """The work of one thread in 00."""
     keys, lit = 4, 1
     axes = _sheet(figure, (-0.1, 12.1), (-0.9, 6.3))
     _box(axes, 0, 2.1, 3.2, 0.9, ACCENT, "row of Q")
@@ -131,12 +131,12 @@ def scalar(figure: Figure, layout: Layout) -> Facts:
 
 
 def loads(figure: Figure, layout: Layout) -> Facts:
-    """Who loads what of a tile of K in 00 and in 01."""
+    """How threads load a tile of K in 00 and in 01."""
     constants = _constants("01_coalesced")
     chunk, threads, rows = constants["CHUNK"], constants["THREADS"], 8
     chunks = HEAD_DIM // chunk
     naive, tiled = _panels(figure, layout, 2)
-    for axes, title in ((naive, "00: one element at a time"), (tiled, "01: 16 bytes a thread")):
+    for axes, title in ((naive, "00: one element at a time"), (tiled, "01: 16 bytes per thread")):
         _bare(axes, (-1.2, HEAD_DIM + 0.5), (-3.0, rows * 4 + 4.6), title=title)
         _in(axes, HEAD_DIM / 2, -1.2, f"a key: {HEAD_DIM} elements", color=MUTED)
     for row in range(rows):
@@ -153,7 +153,7 @@ def loads(figure: Figure, layout: Layout) -> Facts:
 
 
 def tiles(figure: Figure, layout: Layout) -> Facts:
-    """Which rows and keys a block works on, and where 05 keeps what."""
+    """The rows and keys of a block, and where 05 stores its operands."""
     constants, wide = _constants("05_wmma"), layout == "wide"
     axes = _sheet(figure, (-0.4, 11.2), (-0.9, 7.6), equal=True)
     for tile in range(4):
@@ -173,10 +173,10 @@ def tiles(figure: Figure, layout: Layout) -> Facts:
 
 
 def pairs(figure: Figure, layout: Layout) -> Facts:
-    """Which elements an instruction of 02 multiplies, and where their sum goes."""
+    """The elements that an instruction of 02 multiplies, and their accumulators."""
     terms, lit = _constants("02_half2")["FLUSH_TERMS"], 1
     axes = _sheet(figure, (-0.1, 2.4 * terms), (-0.9, 8.4))
-    for y, words in ((0.0, "Q, in registers"), (2.2, "K, as it lies in shared memory")):
+    for y, words in ((0.0, "Q, in registers"), (2.2, "K, in shared memory")):
         axes.text(0, y - 0.15, words, color=MUTED, fontsize="small", va="bottom")
         for d in range(2 * terms):
             colours = ((STAGE, ACCENT)[d % 2], PAPER) if d // 2 == lit else (GRID, MUTED)
@@ -194,7 +194,7 @@ def pairs(figure: Figure, layout: Layout) -> Facts:
 
 
 def sharing(figure: Figure, layout: Layout) -> Facts:
-    """Who owns what of scores and output in 02 and in 03."""
+    """Ownership of scores and output in 02 and in 03."""
     constants = _constants("03_warp_rows")
     rows, keys, lanes, lane = constants["ROWS_PER_WARP"], constants["TILE_KV"], constants["WARP"], 5
     mine = [key for key in range(keys) if key % lanes == lane]
@@ -217,7 +217,7 @@ def sharing(figure: Figure, layout: Layout) -> Facts:
 
 
 def trip(figure: Figure, layout: Layout) -> Facts:
-    """The way of a score through shared memory in 04 and 05."""
+    """The path of a score through shared memory in 04 and 05."""
     sizes = {member.name: member.size for member in text.shared_memory(registry.get("05_wmma"), HEAD_DIM)}
     steps = ("QK GEMM", f"S: {sizes['S']:,} bytes", "softmax", f"P: {sizes['P']:,} bytes", "PV GEMM")
     axes = _sheet(figure, (-0.1, 10.6), (-0.5, 3.0))
@@ -234,7 +234,7 @@ def trip(figure: Figure, layout: Layout) -> Facts:
 
 
 def factors(figure: Figure, layout: Layout) -> Facts:
-    """How a row's factor meets its row of the output in 05, whatever the layout of a fragment is."""
+    """How 05 applies a row's factor to its row of the output, for any layout of a fragment."""
     size, row, column = _constants("05_wmma")["WMMA_TILE"], 5, 9
     output, factor = _panels(figure, layout, 2)
     for axes, title in ((output, "output: accumulators"), (factor, "factors: equal columns")):
@@ -244,13 +244,13 @@ def factors(figure: Figure, layout: Layout) -> Facts:
                 lit, same = (y, x) == (row, column), y == row and axes is factor
                 colour, words = STAGE if lit else FAINT if same else GRID, y if axes is factor else ""
                 _box(axes, x, y, 1, 1, colour, words, linewidth=0.5, color=PAPER if lit else MUTED, fontsize=6)
-        said = "number: the row that the factor is of" if axes is factor else "blue: element i of a lane"
+        said = "number: row of the factor" if axes is factor else "blue: element i of a lane"
         _in(axes, size / 2, size + 1.2, said, color=MUTED)
     return {"size": size}
 
 
 def _lanes(axes: Axes, rows: Sequence[str], spans: Iterable[Span], *, end: float, letter: float = 0.0) -> None:
-    """A timeline: named rows, and spans. Words that would not fit at `letter` of time for each letter are left out."""
+    """A timeline of named rows and spans. Labels wider than their span, at `letter` per character, are left out."""
     height = 0.62
     _bare(axes, (0, end), (-0.6, len(rows) - 0.1))
     for row, name in enumerate(rows):
@@ -304,7 +304,7 @@ def lane_of(row: int, column: int, row_lanes: int) -> int:
 
 
 def fragment(figure: Figure, layout: Layout) -> Facts:
-    """Which lane holds which score after mma.sync, and where the same registers stand in the next one."""
+    """The lane that holds each score after mma.sync, and the same registers as operand of the next one."""
     constants = _constants("07_mma_registers")
     rows, columns, lanes, chosen = constants["MMA_M"], constants["MMA_N"], constants["ROW_LANES"], 5
     first, second = _panels(figure, layout, 2)
@@ -327,22 +327,22 @@ def fragment(figure: Figure, layout: Layout) -> Facts:
 
 
 def bank_of(row: int, chunk: int, *, row_bytes: int, swizzle: bool, rows: int, chunk_bytes: int) -> int:
-    """The first of the banks that a chunk of a row of shared memory lies in."""
+    """The first bank of a chunk of a shared-memory row."""
     place = chunk ^ row % rows if swizzle else chunk
     return (row * row_bytes + place * chunk_bytes) // BANK_BYTES % BANKS
 
 
 def conflicts(**layout: Any) -> int:
-    """How many wavefronts reading one chunk of 8 rows takes: the most rows that meet in one bank."""
+    """Wavefronts for reading one chunk of 8 rows: the maximum number of rows in one bank."""
     banks = [bank_of(row, 0, **layout) for row in range(layout["rows"])]
     return max(banks.count(bank) for bank in banks)
 
 
 def swizzle_layouts() -> dict[str, dict[str, Any]]:
-    """Shared memory of K without padding, with that of 07, and swizzled as in 08, as `bank_of` takes it."""
+    """Layouts of K in shared memory for `bank_of`: without padding, padded as in 07, and swizzled as in 08."""
     padded, swizzled = _constants("07_mma_registers"), _constants("08_swizzle")
     rows: dict[str, dict[str, Any]] = {
-        "rows as they are": {"row_bytes": HEAD_DIM * 2, "swizzle": False},
+        "no padding": {"row_bytes": HEAD_DIM * 2, "swizzle": False},
         f"07: {padded['PADDING'] * 2} bytes of padding": {"row_bytes": padded["STRIDE"] * 2, "swizzle": False},
         "08: swizzled": {"row_bytes": swizzled["STRIDE"] * 2, "swizzle": bool(swizzled["SWIZZLE"])},
     }
@@ -352,7 +352,7 @@ def swizzle_layouts() -> dict[str, dict[str, Any]]:
 
 
 def swizzle(figure: Figure, layout: Layout) -> Facts:
-    """Where the chunks of 8 rows lie in the banks, before and after."""
+    """The banks of the chunks of 8 rows, in each layout."""
     layouts, chosen = swizzle_layouts(), 2
     for axes, (title, what) in zip(_panels(figure, layout, len(layouts)), layouts.items(), strict=True):
         rows = what["rows"]
@@ -366,7 +366,7 @@ def swizzle(figure: Figure, layout: Layout) -> Facts:
         for bank in range(0, BANKS, 8):
             name = "bank 0" if bank == 0 else str(bank)
             axes.text(bank, -0.2, name, color=MUTED, fontsize="small", va="bottom")
-        said = f"{most} rows in one bank: {most} passes" if most > 1 else "every row in another bank: one pass"
+        said = f"{most} rows in one bank: {most} passes" if most > 1 else "each row in its own bank: one pass"
         _in(axes, BANKS / 2, rows + 0.8, said, color=LOSS if most > 1 else ACCENT)
     counts = "; ".join(f"{title}: {conflicts(**what)}" for title, what in layouts.items())
     return {"chosen": chosen, "counts": counts}
@@ -398,7 +398,7 @@ def wgmma(figure: Figure, layout: Layout) -> Facts:
 def timeline(
     stage_id: str, rows: Sequence[str], spans: Sequence[Span], *, alt: str, caption: str, **source: Any
 ) -> Chart:
-    """What goes on on an SM, in cycles from 0 on; every stage's timeline has the same scale.
+    """Activity of an SM over cycles; every stage's timeline has the same scale.
 
     Args:
         source: provenance and data files of the lengths.
@@ -426,12 +426,12 @@ def ring(figure: Figure, layout: Layout) -> Facts:
     constants = _constants("10_warp_specialized")
     stages, consumers = constants["PIPELINE_STAGES"], constants["NUM_CONSUMERS"]
     axes = _sheet(figure, (-0.1, 12.1), (-0.9, 5.4))
-    _box(axes, 0, 1.3, 3.0, 2.4, ACCENT, f"producer\n{constants['PRODUCER_REGISTERS']} registers\na thread")
+    _box(axes, 0, 1.3, 3.0, 2.4, ACCENT, f"producer\n{constants['PRODUCER_REGISTERS']} registers\nper thread")
     for stage in range(stages):
         words = f"stage {stage}\n{constants['TILE_KV']} keys"
         _box(axes, 4.7, stage * 4.8 / stages, 2.4, 4.8 / stages, STAGE, words)
     for consumer in range(consumers):
-        words = f"consumer {consumer}\n{constants['CONSUMER_REGISTERS']} registers\na thread"
+        words = f"consumer {consumer}\n{constants['CONSUMER_REGISTERS']} registers\nper thread"
         _box(axes, 8.9, consumer * 4.8 / consumers, 3.1, 4.8 / consumers, PEER, words)
     for x, words in ((3.0, "TMA"), (7.1, "full")):
         _arrow(axes, (x + 0.05, 2.0), (x + 1.65, 2.0))
@@ -459,7 +459,7 @@ def early(figure: Figure, layout: Layout) -> Facts:
             at += length
         return drawn
 
-    timelines = {"13: the tile's own maximum": tile(search), "14: an old maximum": tile(0.0)}
+    timelines = {"13: the tile's own maximum": tile(search), "14: a stale maximum": tile(0.0)}
     rows = ("tensor cores", "softmax of the same warpgroup")
     _before_and_after(figure, rows, timelines, end=gemm + search + powers + rounding + 0.1)
     share = constants["BEFORE_PV"] / constants["NUM_SCORES"]
@@ -473,13 +473,13 @@ def joint(figure: Figure, layout: Layout) -> Facts:
     before = (last, Span(1, 1.6, 4.2, "round, write", PEER), Span(0, 4.2, 5.8, first, STAGE))
     store = Span(1, 2.7, 5.0, "TMA store", FAINT)
     after = (last, Span(1, 1.6, 2.7, "round", PEER), store, Span(0, 2.7, 4.3, first, STAGE))
-    timelines = {"12: the warps write the output": before, "13: a TMA store does": after}
+    timelines = {"12: the warps write the output": before, "13: a TMA store writes it": after}
     _before_and_after(figure, ("tensor cores, one consumer", "its output"), timelines, end=6.2)
     return {}
 
 
 def waves(figure: Figure, layout: Layout) -> Facts:
-    """Causal work tiles on a few SMs: a block each in waves, and persistent blocks that take the longest first."""
+    """Causal work tiles on a few SMs: one block each in waves, and persistent blocks that take the longest first."""
     constants = _constants("12_persistent")
     problem = Problem.parse(FIRST_SHAPE, mask="causal")
     rows, keys, sms, heads = constants["TILE_Q"], constants["TILE_KV"], 6, 3
@@ -496,8 +496,8 @@ def waves(figure: Figure, layout: Layout) -> Facts:
         return spans, max(when for when, _ in free)
 
     schedules = {
-        "11: a block for each tile of Q, in order": assigned(per_head * heads, 1.0),
-        "12: blocks stay and take the longest first": assigned(sorted(per_head * heads, reverse=True), 0.0),
+        "11: one block per tile of Q, in order": assigned(per_head * heads, 1.0),
+        "12: persistent blocks, longest first": assigned(sorted(per_head * heads, reverse=True), 0.0),
     }
     first_end, last_end = (end for _, end in schedules.values())
     for axes, (title, (spans, end)) in zip(figure.subplots(2, 1), schedules.items(), strict=True):
@@ -519,7 +519,7 @@ def waves(figure: Figure, layout: Layout) -> Facts:
 
 
 def smem(figure: Figure, layout: Layout) -> Facts:
-    """Shared memory of 16's block in bytes."""
+    """Shared memory of a block of 16, in bytes."""
     stage, wide = registry.get("16_ones_column"), layout == "wide"
     members = [member for member in text.shared_memory(stage, HEAD_DIM) if member.kind == "element"]
     rest = sum(member.size for member in text.shared_memory(stage, HEAD_DIM) if member.kind != "element")
@@ -553,7 +553,7 @@ _WAITING: Mapping[str, tuple[str, str]] = {
 
 
 def barriers() -> str:
-    """The mbarriers of 16: who arrives, who waits, how many arrivals end a phase, how many there are."""
+    """The mbarriers of 16: who arrives, who waits, arrivals per phase, and count."""
     stage = registry.get("16_ones_column")
     counts = text.arrivals(stage, HEAD_DIM)
     lines = [
@@ -561,19 +561,19 @@ def barriers() -> str:
         for member in text.shared_memory(stage, HEAD_DIM)
         if member.kind == "ptx::Mbarrier"
     ]
-    return markdown(("mbarrier", "who arrives", "who waits", "arrivals a phase", "how many"), lines, left=3)
+    return markdown(("mbarrier", "who arrives", "who waits", "arrivals per phase", "count"), lines, left=3)
 
 
 _SCORES = (3.0, 1.0, 4.5, 2.0, 9.0, 14.0, 20.5, 12.0, 24.0, 18.0)
-"""A made-up row: the largest score of each tile in powers of two."""
+"""A made-up row: the largest score of each tile, as a power of two."""
 
 
 def reference(figure: Figure, layout: Layout) -> Facts:
-    """What a growing row of scores does to 14's and 15's reference."""
+    """The references of 14 and 15 for a row of growing scores."""
     old, new = _constants("14_stale_max"), _constants("15_renormalize")
     limits = {"14": old["SUM_LIMIT"].bit_length() - 1, "15": new["SUM_LIMIT"].bit_length()}
     start = {"14": _SCORES[0], "15": _SCORES[0] + new["HEADROOM"]}
-    said = {"14": ("recompute", "tile computed again"), "15": ("move the reference", "moved by 2ⁿ")}
+    said = {"14": ("recompute", "tile recomputed"), "15": ("move the reference", "moved by 2ⁿ")}
     tiles = range(len(_SCORES))
     panels = _panels(figure, layout, 2, sharey=True)
     for axes, (which, (title, event)) in zip(panels, said.items(), strict=True):
@@ -617,7 +617,7 @@ def ones(figure: Figure, layout: Layout) -> Facts:
 
 
 def spans(figure: Figure, layout: Layout) -> Facts:
-    """The tile on the diagonal, as a consumer's four warps of 17 have it: of which columns they compare any."""
+    """The tile on the diagonal in 17, and the spans in which each of a consumer's four warps compares columns."""
     constants = _constants("17_around_the_loop")
     keys, span, rows = constants["TILE_KV"], 32, constants["WARP_ROWS"]
     first = keys - constants["WGMMA_ROWS"]  # the key that the first row sees last
@@ -641,7 +641,7 @@ _WORDS: Mapping[str, Mapping[str, Any]] = table(__file__)
 
 
 def drawn(sketch: Callable[[Figure, Layout], Facts]) -> Chart:
-    """A drawing with its words."""
+    """A drawing with its texts."""
     words = _WORDS[sketch.__name__]
     facts: dict[str, object] = {"HEAD_DIM": HEAD_DIM}
 
@@ -660,4 +660,4 @@ DRAWINGS: Mapping[str, Callable[[], Chart]] = {
         *(joint, early, reference, ones, smem, spans),
     )
 }
-"""Each by the name that the journey takes it in by."""
+"""The drawings by the name under which the journey includes them."""

@@ -1,4 +1,4 @@
-"""The explorer's data: every time on record as one JSON table by columns, for site/assets/explorer.js."""
+"""The explorer's data: every time on record as one column-oriented JSON table, for site/assets/explorer.js."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from flashlab.record.schema import Measurement, Timed
 
 FILE = "explorer.json"
 EVERY_KIND = Policy(inputs=tuple(KINDS))
-"""As pages choose rows, on each kind of inputs."""
+"""The policy by which pages choose rows, for each kind of inputs."""
 _OF_LENGTHS = frozenset(suite("lengths"))
 _WORDS = ("gpu", "run", "kind", "name", "shape", "dtype", "mask", "inputs", "state")
-"""Columns of few values, which are written as a list of values and an index a row."""
+"""Columns with few values, encoded as a list of values and one index per row."""
 
 
 def states(record: Timed) -> dict[tuple[Regime, Cache], None]:
-    """The states that a record has a time in."""
+    """The states in which a record has a time."""
     return dict.fromkeys((sample.regime, sample.cache) for sample in record.samples)
 
 
 def lines(gpu: str, data: Path = DATA) -> list[dict[str, Any]]:
-    """Every time of every stage and library on a GPU, a line for each state it was taken in, oldest first.
+    """Every time of every stage and library on a GPU, one line per state, oldest first.
 
     The columns: `gpu`, `run`, `line` (of the run's file), `kind`, `name`, `shape`, `tokens` (whether the shape is one
     of a constant number of tokens, as in the suite `lengths`), `length` (keys), `head_dim`, `dtype`, `mask`, `inputs`,
     `lse` (whether the log-sum-exp was written), `state`, `us` (median), `tflops`, `clock` (MHz inside the calls),
-    `peak` (percent of what the tensor cores can do at that clock), `samples`, and `shown` (1 where pages show it).
+    `peak` (percent of the tensor cores' peak at that clock), `samples`, and `shown` (1 if pages show it).
     """
     shown = {
         (select.origin(row, *state)[0], row.name, row.problem, *state)
@@ -87,5 +87,5 @@ def text(everything: Iterable[Results], data: Path = DATA) -> str:
 
 
 def _short(value: float | None) -> float | int | None:
-    """Five digits, which is more than any time here is known to."""
+    """Rounded to five digits, more than the precision of any time here."""
     return value if value is None or isinstance(value, int) else float(f"{value:.5g}")

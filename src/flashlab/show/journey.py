@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 PAGE = "journey.md"
 RUNGS = tuple(stage_id for stage_id, stage in registry.STAGES.items() if stage.key_lines)
-"""The stages that the journey goes through."""
+"""The stages of the journey, in order."""
 
 
 def key_lines(stage: Stage) -> str:
-    """The key lines of a stage as highlighted code, `…` between those that do not follow one another.
+    """The key lines of a stage as highlighted code, with `…` for gaps between them.
 
     Raises:
         ParameterError: the source no longer has them.
@@ -59,9 +59,9 @@ def drawings_of(stage: Stage) -> list[Callable[[], charts.Chart]]:
 
 
 def _cells(shown: Results, stage: Stage) -> list[tuple[str, Measurement, float | None]]:
-    """A stage's rows at the main shape, both head dims and masks, each with its title and its rate over its parent's.
+    """A stage's rows at the main shape, both head dims and masks, each with its title and speed-up over the parent.
 
-    Where the two that are shown are of different sessions, the ratio is of the newest run that timed both.
+    If the two shown are from different sessions, the speed-up is from the newest run that timed both.
     """
     assert shown.first is not None
     cells = []
@@ -79,13 +79,13 @@ def _cells(shown: Results, stage: Stage) -> list[tuple[str, Measurement, float |
 
 
 def _over_parent(gain: float) -> str:
-    """A ratio, in bold where it shows that the stage is slower."""
+    """A ratio, in bold if the stage is slower."""
     said = times(gain)
     return f"**{said}**" if gain < 1 and said != times(1.0) else said
 
 
 def _rung(shown: Results, stage: Stage) -> dict[str, Any]:
-    """What a rung's section says: its lines, neighbours and, where it is on record, its rates beside its parent's."""
+    """The values of a rung's section: key lines, neighbours and, if on record, rates and speed-ups over the parent."""
     place = RUNGS.index(stage.id)
     neighbours = [("before", RUNGS[place - 1])] if place else []
     neighbours += [("after", neighbour) for neighbour in RUNGS[place + 1 : place + 2]]
@@ -129,7 +129,7 @@ def on_trained(shown: Results, data: Path) -> charts.Chart:
 
 
 def write(out: Output, shown: Results, data: Path) -> None:
-    """Everything the journey takes in, a file a rung with the sections `heading`, `lines`, `score` and `links`."""
+    """Write the snippets of the journey; a rung's file has the sections `heading`, `lines`, `score` and `links`."""
     out.snippet("journey/conditions.md", out.rendered("conditions.md", PAGE, shown=shown))
     for stage_id in RUNGS:
         of = select.with_stage(shown, stage_id, data)

@@ -1,4 +1,4 @@
-"""What kernels compile to, in Markdown: registers, classes of instructions, branches, and the code itself."""
+"""Markdown on machine code: registers, instruction mix, branches, and excerpts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from flashlab.build.sass import Instruction
 from flashlab.core.errors import CompileError
 from flashlab.show.tables import Column, code, markdown, stage, table
 
-NONE = "*None of the chosen stages has machine code here: those in Triton are not compiled, and others only if sound.*"
-"""Where there is no machine code to show."""
+NONE = "*None of the chosen stages has machine code here: they are in Triton or do not compile.*"
+"""Shown if there is no machine code."""
 
 
 def compiled(cubins: Sequence[Cubin | CompileError], labels: Sequence[tuple[str, str]]) -> str:
-    """Registers a thread of each kernel on each architecture, and what spills.
+    """Registers per thread of each kernel on each architecture, and spilled bytes.
 
     Args:
         labels: (stage id, architecture) of each of `cubins`.
@@ -33,21 +33,21 @@ def compiled(cubins: Sequence[Cubin | CompileError], labels: Sequence[tuple[str,
 
 
 def mixes(counts: Mapping[str, Mapping[str, int]]) -> str:
-    """Instructions of each class in each kernel; classes that no kernel has are left out."""
+    """Instructions of each class in each kernel, without empty classes."""
     kinds = [kind for kind in sass.CLASSES if any(mix.get(kind) for mix in counts.values())]
     lines = [(kind.replace("_", " "), *(mix.get(kind) for mix in counts.values())) for kind in kinds]
     return markdown(("class", *map(code, counts)), lines)
 
 
 def classes(groups: Mapping[str, Sequence[str]]) -> str:
-    """What each class of instructions holds, and the group that charts show it in."""
+    """The instruction classes and their groups in charts."""
     group_of = {kind: group for group, kinds in groups.items() for kind in kinds}
     lines = [(kind.replace("_", " "), group_of.get(kind), meaning) for kind, meaning in sass.CLASSES.items()]
-    return markdown(("class", "in charts", "what it holds"), lines, left=3)
+    return markdown(("class", "in charts", "instructions"), lines, left=3)
 
 
 def branches(kernels: Mapping[str, Sequence[Instruction]]) -> str:
-    """Jumps and accesses to shared and local memory in machine code, by a kernel's name."""
+    """Branches and accesses to shared and local memory in machine code, by kernel."""
     columns = (
         stage("0"),
         Column("predicated branches", lambda item: sass.branches(item[1]).predicated),

@@ -1,7 +1,7 @@
-"""What the site's pages take in: figures, tables and downloads drawn from data/, kernels/ and the executed notebooks.
+"""Generated content of the site: figures, tables and downloads from data/, kernels/ and the executed notebooks.
 
-site/ holds hand-written Markdown that takes in snippets from generated/snippets/; no number is written by hand. Pages
-of experiments come from the experiments themselves, which register what they need (`experiments.registered`).
+site/ holds hand-written Markdown that includes snippets from generated/snippets/; no number is written by hand.
+Experiments write their own pages, which they register (`experiments.registered`).
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ PAGE_OF: Mapping[str, str] = {
     "edit_a_kernel": "edit.md",
     "exercises": "exercises.md",
 }
-"""Where each notebook is shown, a page or its section; those that measure before those that show what was measured."""
+"""The page or section of each notebook; those that measure come before those that show measurements."""
 
 WRITTEN_ABOUT, _ITS_NAME = "nvidia-h200", "H200"
-"""The GPU that the hand-written conclusions are about."""
+"""The GPU of the hand-written conclusions."""
 _CONCLUDING = ("04_roofline", "06_cycle_model")
 """Notebooks whose text draws conclusions from that GPU's numbers."""
 NO_CHECKS = (
@@ -86,42 +86,42 @@ _TEMPLATES = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-"""Pages that there are several of, or that depend on what is on record, with what they say."""
+"""Templates of pages that exist several times or depend on the records."""
 NO_SANITIZER = "*No such run is on record yet: `python scripts/sanitize.py` on a GPU with compute-sanitizer makes one.*"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """Writes what is generated."""
+    """Writes generated files."""
 
     root: Path
 
     def text(self, path: str, content: str) -> None:
-        """Write a file below the folder."""
+        """Write a file below `root`."""
         file = self.root / path
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content.rstrip("\n") + "\n", encoding="utf-8")
 
     def rendered(self, template: str, page: str, **facts: object) -> str:
-        """A template filled in for `page`; `chart` is `drawn` there."""
+        """A template rendered for `page`, in which `chart` is `drawn`."""
         return _TEMPLATES.get_template(template).render(facts, chart=partial(self.drawn, page), page=page)
 
     def drawn(self, page: str, draw: Callable[..., Chart], *what: Any, **options: Any) -> str:
-        """The Markdown of what `draw` draws, as `chart` has it; empty where there is nothing to draw."""
+        """The Markdown of the chart that `draw` returns; empty if it has no data."""
         with contextlib.suppress(NoDataError):
             return self.chart(draw(*what, **options), page)
         return ""
 
     def snippet(self, path: str, content: str) -> None:
-        """Write what a page takes in by that name."""
+        """Write a snippet that pages include by that path."""
         self.text(f"snippets/{path}", content)
 
     def chart(self, chart: Chart, page: str) -> str:
-        """Write a chart's variants; the Markdown that shows the fitting one on `page` (relative to docs_dir)."""
+        """Write a chart's variants and return Markdown that shows the suitable one on `page` (relative to docs_dir)."""
         alt = chart.alt.replace("[", "(").replace("]", ")").replace("\n", " ")
         images = []
         for layout in LAYOUTS:
-            # With its size known the browser keeps the room, and nothing jumps when a figure arrives.
+            # With its size the browser reserves the space, so that the layout does not shift when it loads.
             width, height = charts.size_px(chart.svg[layout])
             for theme in THEMES:
                 name = f"figures/{chart.name}.{layout}.{theme}.svg"
@@ -138,7 +138,7 @@ class Output:
 
 
 def up(page: str) -> str:
-    """From a page's folder to docs_dir: `../` for each folder it lies in."""
+    """The relative path from a page's folder to docs_dir: one `../` per folder."""
     return "../" * page.count("/")
 
 
@@ -148,9 +148,9 @@ def data_links(files: Iterable[str], page: str, *, named: bool = False) -> list[
 
 
 def published(file: str) -> str:
-    """Where the site has its copy of a file of data/, a path from docs_dir: what may be large is compressed there.
+    """The path from docs_dir of the site's copy of a file in data/; large kinds of files are compressed.
 
-    Runs by gzip, which a browser unpacks for the explorer; others by xz, which takes a quarter less.
+    Runs by gzip, which a browser unpacks for the explorer; others by xz, which is a quarter smaller.
     """
     if not file.endswith((".jsonl", "/tuned.json", "/verdicts.json")):
         return f"generated/data/{file}"
@@ -170,13 +170,13 @@ def generate(
     gpu: str = "",
     failed: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write everything the pages take in to the folder `root`, anew; that folder.
+    """Regenerate everything that pages include in the folder `root`, and return it.
 
     Args:
         data: folder of the records.
-        executed: folder of executed notebooks; pages say that they were not executed, where None.
-        gpu: the GPU that pages about the ladder show; empty: the main one, as `store.gpus` has it.
-        failed: what went wrong in executed notebooks, by name; their pages say so, and show what there is.
+        executed: folder of executed notebooks; if None, pages state that they were not executed.
+        gpu: the GPU that pages about the ladder show; default: the main one, the first of `store.gpus`.
+        failed: errors of executed notebooks, by name; their pages show the error and the cells before it.
 
     Raises:
         NoDataError: `gpu` has no records.
@@ -222,12 +222,12 @@ def generate(
 
 
 def _everything(data: Path, gpu: str) -> tuple[Results, ...]:
-    """All that is on record, that of `gpu` first; the others keep their order."""
+    """The results of all GPUs, `gpu` first, the others in order."""
     return tuple(sorted(select.load_all(data), key=lambda results: results.gpu != gpu))
 
 
 def _apart(data: Path, gpu: str, write: Callable[..., None], *args: Any) -> None:
-    """Write a page in a process that reads a GPU's records once; sending them takes longer."""
+    """Write a page in a process that reads a GPU's records once, which is faster than sending them."""
     write(*args, _read(gpu, data), data)
 
 
@@ -235,23 +235,23 @@ _read = lru_cache(maxsize=2)(select.load)
 
 
 def _of_retired(shown: Results) -> dict[Problem, tuple[Measurement, ...]]:
-    """A rung that was retired was measured with the ladder, at every problem."""
+    """Rows of retired rungs, which were measured with the ladder at every problem."""
     return {problem: shown.problems[problem] for problem in suite("first") if problem in shown.problems}
 
 
 def _off_ladder(out: Output, stage: Stage, others: Sequence[tuple[str, str]], shown: Results, data: Path) -> None:
-    """By what the GPU shown has of the stage or, where it has nothing, the first of `others`, folders and names."""
+    """Write the page of a stage off the ladder from the records of the shown GPU, else of the first of `others`."""
     policy = select.OFF_LADDER if stage.dead_end else select.of_stage(stage)
     measured, note = _of_retired(shown) if stage.retired else {}, ""
     for gpu, name in () if stage.retired else ((shown.gpu, shown.name), *others):
         if measured := select.off_ladder(gpu, data, {stage.id: stage}, policy):
-            note = "" if gpu == shown.gpu else f"*Not on record for the {shown.name} yet: this is the {name}.*"
+            note = "" if gpu == shown.gpu else f"*Not on record for the {shown.name} yet; numbers are for the {name}.*"
             break
     off_ladder_page(out, stage, measured, note)
 
 
 def _gpus(main: Results, everything: Sequence[Results]) -> list[dict[str, Any]]:
-    """The GPUs for the navigation and for the line that says which one a page shows."""
+    """The GPUs for the navigation and for the line that names a page's GPU."""
     return [
         {"slug": results.gpu, "name": results.name, "partial": bool(results.lacking), "main": results is main}
         for results in everything
@@ -259,14 +259,14 @@ def _gpus(main: Results, everything: Sequence[Results]) -> list[dict[str, Any]]:
 
 
 def _elsewhere(shown: Results, what: str) -> str:
-    """That hand-written text is about another GPU than the one shown; empty where it is not."""
+    """A note if hand-written text is about another GPU than the one shown; else empty."""
     if not shown or shown.gpu == WRITTEN_ABOUT:
         return ""
     return f'!!! note ""\n    {what} was written about the {_ITS_NAME}; the numbers are those of the {shown.name}.\n'
 
 
 def _notebook_page(out: Output, name: str, page: str, executed: Path | None, shown: Results, failure: str = "") -> None:
-    """An executed notebook as Markdown, its charts as figures; of one that failed, what came before."""
+    """An executed notebook as Markdown with its charts as figures, up to the failure if there was one."""
     import nbformat
     from nbconvert import MarkdownExporter
 
@@ -283,7 +283,7 @@ def _notebook_page(out: Output, name: str, page: str, executed: Path | None, sho
             continue
         if "hide-input" in cell.metadata.get("tags", []):
             cell.metadata["transient"] = {"remove_source": True}  # what nbconvert's templates look for
-        # What libraries say on stderr is not ours to show; an error stands above.
+        # Libraries' messages on stderr are not shown; an error is shown above.
         cell["outputs"] = [
             output
             for output in cell.get("outputs", [])
@@ -306,20 +306,20 @@ def _notebook_page(out: Output, name: str, page: str, executed: Path | None, sho
 
 
 def _linked(text: str, page: str) -> str:
-    """Links that hold where a notebook lies, made to hold on a page."""
+    """Rewrite a notebook's relative links for a page."""
     text = text.replace("](../site/", f"]({up(page)}")
     return re.sub(r"\]\((\w+)\.ipynb", lambda link: f"]({up(page)}{PAGE_OF[link[1]]}", text)
 
 
 def _notebook_list(out: Output) -> None:
-    """What the index notebook says of the others."""
+    """The list of notebooks, from the index notebook."""
     cells = json.loads((NOTEBOOKS / "index.ipynb").read_text(encoding="utf-8"))["cells"]
     text = "\n\n".join("".join(cell["source"]) for cell in cells)
     out.snippet("notebooks/index.md", _linked(text, "notebooks.md"))
 
 
 def _notebook_copy(source: Path, target: Path) -> None:
-    """A notebook to download: charts as JupyterLab shows them, without the variants that pages are made of."""
+    """A notebook to download, without the chart variants of the pages."""
     import nbformat
 
     notebook = nbformat.read(source, as_version=4)  # type: ignore[no-untyped-call]
@@ -356,7 +356,7 @@ def _front_page(out: Output, shown: Results, data: Path) -> None:
     default = _default(stage, data) if stage else ""
     cards = [*_front_cards(shown, stage, peer, bursts, contest, default), *_extremes(bursts)]
     items = "".join(f"<div><dt>{html.escape(label)}</dt><dd>{html.escape(value)}</dd></div>" for value, label in cards)
-    where = f"Rates, and ratios over one library, are those at {shown.first.label}, {select.on_inputs([shown.first])}."
+    where = f"Rates, and ratios over one library, are at {shown.first.label}, {select.on_inputs([shown.first])}."
     out.snippet("front-numbers.md", f'<dl class="numbers">{items}</dl>\n\n{where}\n')
     said: dict[str, Any] = {"row": stage, "share": share, "contest": contest, "default": default}
     said["default_timed"] = any(row.name == default and select.rate(row) for row in rows)
@@ -367,7 +367,7 @@ def _front_page(out: Output, shown: Results, data: Path) -> None:
 
 
 def _card(out: Output, stage: Measurement | None, rows: Sequence[Measurement], share: float | None) -> None:
-    """The picture of the report for links to it: overrides/main.html names it."""
+    """The preview image for links to the report, used by overrides/main.html."""
     said = ["flashlab: one idea at a time, measured"]
     if stage:
         peak = f", {percent(share)} of the tensor cores’ peak" if share else ""
@@ -376,7 +376,7 @@ def _card(out: Output, stage: Measurement | None, rows: Sequence[Measurement], s
 
 
 def _extremes(bursts: Mapping[Problem, contests.Contest]) -> list[tuple[str, str]]:
-    """The worst ratio over the fastest library, of all inputs, and the best on those that people have or published."""
+    """The worst ratio over the fastest library on all inputs, and the best on normal and trained ones."""
     usual = [problem for problem in bursts if problem.inputs in (NORMAL, TRAINED)]
     if len(bursts) < 2 or not usual:
         return []
@@ -399,15 +399,15 @@ def _losses(bursts: Mapping[Problem, contests.Contest]) -> str:
     lost = sorted((item for item in bursts.items() if item[1].ratio < 1), key=lambda item: item[1].ratio)
     columns = (
         Column("problem", "0.label"),
-        Column("times the library's rate", "1.ratio", times),
+        Column("× library", "1.ratio", times),
         Column("library", "1.peer.name", tables.short_title, left=True),
         Column("stage", "1.stage.name", stage_link, left=True),
     )
-    return table(columns, lost) if lost else "*On no problem on record is a library faster.*"
+    return table(columns, lost) if lost else "*No library is faster at any problem on record.*"
 
 
 def _about(out: Output) -> None:
-    """The licence, the citation and, where CITATION.cff names one, the repository, with copies of the two files."""
+    """The licence, the citation and the repository, if CITATION.cff names one, with copies of the two files."""
     import yaml
 
     for name in ("LICENSE", "CITATION.cff"):
@@ -420,8 +420,8 @@ def _about(out: Output) -> None:
 
 
 def _default(row: Measurement, data: Path) -> str:
-    """The stage that flashlab takes for a row's problem on its GPU, timed there or not; the last rung that runs it
-    where the table of choices is damaged, as the page about the data says."""
+    """The stage that flashlab chooses for a row's problem on its GPU, timed there or not; the last rung that supports
+    the problem if the table of choices is damaged, which the Data page reports."""
     arch = registry.arch_for(row.gpu.compute_capability)
     try:
         return choice.stage_for(row.problem, row.gpu.slug, arch, row.gpu.sm_count, data).id
@@ -437,7 +437,7 @@ def _front_cards(
     contest: contests.Contest | None,
     default: str,
 ) -> list[tuple[str, str]]:
-    """The fastest stage: its rate, over the first stage and over the libraries, those of one run where there is one."""
+    """The fastest stage: rate, and speed-ups over the first stage and the libraries, from one run if there is one."""
     rows, rate = shown.rows(), select.rate(stage)
     if stage is None or rate is None:
         return []
@@ -453,7 +453,7 @@ def _front_cards(
     said = f"of the fastest library in {peer.problem.dtype}, {library} ({_timed_there(rows)})"
     faster = select.fastest_peer([peer, *shown.beside()])
     if faster is not None and faster is not peer:
-        # The library to pass lacks this type: what counts first is the ratio in the type that it has.
+        # The fastest library lacks this type: the ratio in the type that it has comes first.
         other = dataclasses.replace(stage.problem, dtype=faster.problem.dtype)
         if burst := bursts.get(other):
             named = _timed_there(shown.problems.get(other, ()))
@@ -469,7 +469,7 @@ def _timed_there(rows: Iterable[Measurement]) -> str:
 
 
 def _inputs_and_errors(out: Output, shown: Results, data: Path) -> None:
-    """Ratios over the libraries, and errors, by kind of inputs; a note where they were not measured."""
+    """Ratios over the libraries, and errors, by kind of inputs; a note if they were not measured."""
     out.snippet("inputs.md", tables.inputs())
     makers = {"against-inputs.md": _against_inputs, "against-features.md": _against_features, "accuracy.md": _accuracy}
     for name, make in makers.items():
@@ -515,7 +515,7 @@ def _from_runs(shown: Results, runs: Iterable[str]) -> str:
 
 
 def diff_against_parent(stage: Stage) -> str:
-    """Unified diff of a stage's kernel against its parent's; empty at the ladder's foot, and between languages."""
+    """Unified diff of a stage's kernel against its parent's; empty for the first stage, and between languages."""
     if stage.parent is None or registry.get(stage.parent).language != stage.language:
         return ""
     parent = registry.get(stage.parent)
@@ -524,7 +524,7 @@ def diff_against_parent(stage: Stage) -> str:
 
 
 def _needs(stage: Stage, parent: tuple[str, str | None]) -> str:
-    """What a stage is made from and takes, and its tunables."""
+    """A stage's parent, requirements and tunables."""
 
     def defaults(param: registry.Param) -> str:
         special = "".join(f", {value} at head dim {dim}" for dim, value in param.by_head_dim.items())
@@ -537,7 +537,7 @@ def _needs(stage: Stage, parent: tuple[str, str | None]) -> str:
         ("Head dims", ", ".join(map(str, stage.head_dims))),
         *((code(name), f"{tunable.meaning}; {defaults(tunable)}") for name, tunable in stage.params.items()),
         *(
-            (code(name), f"for ablations: {tunable.meaning}; {defaults(tunable)}")
+            (code(name), f"ablations only: {tunable.meaning}; {defaults(tunable)}")
             for name, tunable in stage.ablations.items()
         ),
     ]
@@ -545,12 +545,12 @@ def _needs(stage: Stage, parent: tuple[str, str | None]) -> str:
 
 
 def _stage_page(out: Output, stage: Stage, shown: Results, data: Path) -> None:
-    timed = select.with_stage(shown, stage.id, data)  # where that is another GPU, the page was written about it
+    timed = select.with_stage(shown, stage.id, data)  # if that is another GPU, the page was written about it
     written_elsewhere = _elsewhere(shown, "What follows") if timed is shown else ""
     shown = timed
     page, diff = f"stages/{stage.id}.md", diff_against_parent(stage)
     changes = [line[0] for line in diff.splitlines()[2:] if line.startswith(("+", "-"))]
-    parent = f"[{code(stage.parent)}]({stage.parent}.md)" if stage.parent else "none: the foot of the ladder"
+    parent = f"[{code(stage.parent)}]({stage.parent}.md)" if stage.parent else "none, the first stage"
     text = out.rendered(
         "stage.md",
         page,
@@ -576,7 +576,7 @@ EVERY_PROBLEM = (
 
 
 def _measured(out: Output, stage: Stage, shown: Results, data: Path) -> dict[str, Any]:
-    """What a stage's page has of its measurements; without a `line` where it has no time at the first problem."""
+    """The measurements of a stage's page; `line` is None if it has no time at the first problem."""
     rows = shown.rows()
     row = next((row for row in rows if row.name == stage.id), None)
     if shown.first is None or row is None or row.status != "ok":
@@ -599,7 +599,7 @@ def _measured(out: Output, stage: Stage, shown: Results, data: Path) -> dict[str
     profiled = [profile for profile in select.profiles(shown.gpu, data) if profile.stage in (stage.id, stage.parent)]
     cubins = {timed.name: timed.cubin for timed in (row, parent) if timed and timed.cubin}
     for item in items:
-        # The same source in another element type is other machine code.
+        # Another element type has other machine code.
         problem, cubin = item["problem"], item["row"].cubin
         if cubin and problem != shown.first and dataclasses.replace(problem, dtype=shown.first.dtype) == shown.first:
             cubins[f"{stage.id} {problem.dtype}"] = cubin
@@ -614,12 +614,14 @@ def _measured(out: Output, stage: Stage, shown: Results, data: Path) -> dict[str
 
 
 def _sets(of: Mapping[Any, Iterable[str]]) -> str:
-    """Of which libraries percentages are of the fastest, by element type."""
-    return " ".join(f"In {dtype} it is the fastest of {tables.set_of(names)}." for dtype, names in of.items() if names)
+    """The libraries whose fastest is the base of percentages, by element type."""
+    return " ".join(
+        f"In {dtype} that is the fastest of {tables.set_of(names)}." for dtype, names in of.items() if names
+    )
 
 
 def _profiles(out: Output, profiles: Sequence[schema.StageProfile], page: str) -> str:
-    """What the SM's units did, a table a problem, with where it comes from; empty where no profile is on record."""
+    """Utilisation of the SM's units, one table per problem, with provenance; empty if no profile is on record."""
     groups = list(grouped(profiles, lambda profile: profile.problem).values())
     return out.rendered("profiles.md", page, groups=groups)
 
@@ -628,16 +630,16 @@ def _profiles(out: Output, profiles: Sequence[schema.StageProfile], page: str) -
 
 
 STEPS = Problem.parse("1x32x8x1x8192x128")
-"""What the table of steps is of, at one batch."""
+"""The problem of the table of steps, at one batch size."""
 _CALLS: Mapping[Cache, str] = {"step": "in a step", "rotating": "other K, V", "hot": "same K, V"}
-"""Which calls a row of the table for decoding is of."""
+"""Names of the kinds of calls in the decoding table."""
 
 
 def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) -> None:
-    """The best stage for decoding beside the fastest library, and beside FlashInfer, which is made for it.
+    """The best decoding stage against the fastest library, and against FlashInfer, which is made for decoding.
 
-    As a model has its calls, in `AS_IN_A_MODEL`; where no row has such a time, on the same keys and values.
-    `measured` is as `select.off_ladder` gives it.
+    In calls as in a model (`AS_IN_A_MODEL`) or, if no row has such a time, on the same keys and values. `measured` is
+    from `select.off_ladder`.
     """
     lines: list[tuple[Problem, Cache, Measurement, Measurement, Measurement | None]] = []
     for problem, rows in measured.items():
@@ -650,7 +652,7 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
         if library and (best := min(ours, key=lambda row: time_us(row) or 0.0, default=None)):
             lines.append((problem, cache, best, library, next((r for r in together if r.name == "flashinfer"), None)))
     if not lines:
-        out.snippet("decode.md", "*Not on record for this GPU yet: `flashlab bench --suite decode` measures it*")
+        out.snippet("decode.md", "*Not on record for this GPU yet: `flashlab bench --suite decode` measures it.*")
         return
 
     def short(problem: Problem) -> str:
@@ -678,7 +680,7 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
     )
     caches = {cache for _, cache, *_ in lines}
     shown_in: Cache = next((cache for cache in AS_IN_A_MODEL if cache in caches), "hot")
-    state = "burst" if len(caches) > 1 else ""  # a column says which calls
+    state = "burst" if len(caches) > 1 else ""  # a column names the calls
     source = select.provenance([row for line in lines for row in line[2:] if row], cache=shown_in, state=state)
     ratios = [(over(3, line) or 0.0, f" ({short(line[0])})") for line in lines]
     said = f"The fastest of our kernels is faster than the fastest library at {tables.standing(ratios)}"
@@ -686,10 +688,10 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
 
 
 def steps_table(everything: Sequence[Results], data: Path) -> str:
-    """Calls back to back on rotating K and V, and in a step, at `STEPS` and other batches: stages and libraries.
+    """Times back to back on rotating K and V, and in a step, at `STEPS` and other batch sizes.
 
-    Of the first GPU, of `everything` on record, that has such steps; of each batch the run that timed most libraries
-    in them, and of several the newest.
+    From the first GPU of `everything` that has steps; for each batch size, from the newest of the runs that timed the
+    most libraries in steps.
     """
     for results in everything:
         stepped = [
@@ -724,9 +726,9 @@ def steps_table(everything: Sequence[Results], data: Path) -> str:
 def off_ladder_page(
     out: Output, stage: Stage, measured: Mapping[Problem, Sequence[Measurement]], note: str = ""
 ) -> None:
-    """The sections of the page of a stage off the ladder; `measured` as `select.off_ladder` gives them, `note` above.
+    """The sections of the page of a stage off the ladder, from `select.off_ladder`, with `note` above the results.
 
-    Problems of the suite for decoding come first, in its order: where readers look for the result.
+    Problems of the decoding suite come first, in its order.
     """
     page, own = f"{stage.folder}{stage.id}.md", {stage.id, *stage.variant_names}
     rungs = {*registry.STAGES, stage.parent}
@@ -763,17 +765,17 @@ def off_ladder_page(
         page,
         **{"stage": stage, "own": own, "measured": shown, "kernels": kernels, "refused": refused, "arch": arch},
         note=note,
-        needs=_needs(stage, ("Made from", code(stage.parent) if stage.parent else None)),
+        needs=_needs(stage, ("Parent", code(stage.parent) if stage.parent else None)),
         nothing_yet=measured_by(stage),
     )
     out.snippet(page, text)
 
 
 def measured_by(stage: Stage) -> str:
-    """That nothing is on record of a stage off the ladder, which no report measures, and what does."""
+    """The note that nothing is on record for a stage off the ladder, with the command that measures it."""
     if stage.retired:  # its page shows the ladder's session
         alone = nothing_yet(f"flashlab bench --stages {stage.id}")
-        return f"{alone} It wants the commit that timed the ladder, and to begin within six hours of that run."
+        return f"{alone} Run it at the commit that timed the ladder, within six hours of that run."
     what = "--dead-ends --shape 1x8x512x64" if stage.dead_end else f"--suite {stage.place}"
     return nothing_yet(f"flashlab bench {what}")
 
@@ -783,7 +785,7 @@ def dead_end_list(
     measured: Mapping[Problem, Sequence[Measurement]],
     ladder: Mapping[Problem, Sequence[Measurement]],
 ) -> None:
-    """The table of all dead ends, each with its rate at the first problem that one was measured at."""
+    """The table of all dead ends, with rates at the first problem measured."""
     first = next(iter(measured), None)
     rows = {row.name: row for row in (*ladder.get(first, ()), *measured[first])} if first else {}
 
@@ -794,8 +796,8 @@ def dead_end_list(
 
     columns = (
         Column("", "id", lambda name: f"[{code(name)}]({name}.md)"),
-        Column("what", "title", left=True),
-        Column("hypothesis, as a question", "question", left=True),
+        Column("idea", "title", left=True),
+        Column("question", "question", left=True),
         Column(f"at {first.label}" if first else "measured", result),
     )
     out.snippet("dead_ends.md", table(columns, registry.DEAD_ENDS.values()))
@@ -805,7 +807,7 @@ def dead_end_list(
 
 
 def _results_page(out: Output, shown: Results, data: Path) -> None:
-    """The page of one GPU: every problem, stage, library, regime, and what has no time."""
+    """The page of one GPU: every problem, stage, library and regime, and rows without a time."""
     page, rows = f"generated/results/{shown.gpu}.md", [row for of in shown.problems.values() for row in of]
     text = out.rendered(
         "results.md",
@@ -822,7 +824,7 @@ def _results_page(out: Output, shown: Results, data: Path) -> None:
 
 
 def _fastest(shown: Results, explorer: str = "") -> str:
-    """Of every problem the fastest stage and library, each problem a link into the explorer, a path from the page."""
+    """The fastest stage and library at every problem, which links to the explorer, a path from the page."""
 
     def link(problem: Problem) -> str:
         asked = {name: getattr(problem, name) for name in ("shape", "dtype", "mask")}
@@ -839,7 +841,7 @@ def _fastest(shown: Results, explorer: str = "") -> str:
 
 
 def _commands(out: Output) -> None:
-    """Every command with its options, as typer documents the program, from the first command on."""
+    """typer's documentation of all commands and options, without its introduction."""
     command = [sys.executable, "-m", "typer", "flashlab.cli.app", "utils", "docs", "--name", "flashlab"]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if said.returncode:
@@ -868,10 +870,10 @@ def _lists(out: Output, everything: Sequence[Results]) -> None:
 
     gpus = (
         Column("GPU", lambda shown: f"[{shown.name}](generated/results/{shown.gpu}.md)"),
-        Column("records", lambda shown: "partial" if shown.lacking else "whole", left=True),
+        Column("records", lambda shown: "partial" if shown.lacking else "complete", left=True),
         Column("problems", lambda shown: len(shown.problems)),
         Column("rows with a time", lambda shown: timed(shown, ok=True)),
-        Column("rows without", lambda shown: timed(shown, ok=False)),
+        Column("rows without a time", lambda shown: timed(shown, ok=False)),
         Column("fastest stage at the first problem, TFLOP/s", fastest),
         Column("measured", "newest", select.date),
     )
@@ -881,10 +883,10 @@ def _lists(out: Output, everything: Sequence[Results]) -> None:
 
 
 def _compared(out: Output, everything: Sequence[Results], data: Path) -> str:
-    """The GPUs side by side: what they are, the ladder at the first problem, and every problem that two have."""
+    """The GPUs side by side: hardware, the ladder at the first problem, and all problems that two GPUs share."""
     if len(everything) < 2:
         have = f"One GPU has records: {everything[0].name}." if everything else NOTHING_YET
-        return f"*{have} A second folder under `data/` fills this page.*"
+        return f"*{have} This page needs records of a second GPU.*"
     main, shared = everything[0], contests.across_gpus(everything)
 
     def kinds(shown: Results) -> set[str]:
@@ -901,14 +903,14 @@ def _compared(out: Output, everything: Sequence[Results], data: Path) -> str:
 
 
 def check_records(out: Output, everything: Sequence[Results], data: Path) -> None:
-    """The newest comparisons of most stages on record of each GPU, those after it, and what compute-sanitizer found."""
+    """Each GPU's newest comparisons of most stages, those after it, and the findings of compute-sanitizer."""
     files: list[tuple[str, select.Comparisons]] = []
     sanitized = []
     for shown in everything:
         kinds: tuple[tuple[select.CheckFolder, tuple[str, ...], str], ...] = (
             ("checks", (NORMAL,), "hostile lengths"),
             ("random", (NORMAL,), "random shapes and strides"),
-            (FLASH_ATTENTION, FLASH_ATTENTION_INPUTS, "flash-attention's own forward cases, by its own rule"),
+            (FLASH_ATTENTION, FLASH_ATTENTION_INPUTS, "flash-attention's forward tests, by its own criterion"),
         )
         for kind, inputs, what in kinds:
             for path, lines in select.checks(shown.gpu, data, kind, inputs).items():
@@ -926,7 +928,7 @@ _PACKED: Mapping[str, Callable[[bytes], bytes]] = {".gz": partial(gzip.compress,
 
 
 def _downloads(out: Output, data: Path, gpu: str) -> None:
-    """Copies of the raw data, the flattened tables, the explorer's table, and what every field means."""
+    """Copies of the raw data, flattened tables, the explorer's table, and the data dictionary."""
     everything = _everything(data, gpu)
     out.text(explorer.FILE, explorer.text(everything, data))
     listed = []
@@ -954,7 +956,7 @@ def _downloads(out: Output, data: Path, gpu: str) -> None:
         for of in everything
         for back in store.withdrawn(of.gpu, data)
     ]
-    out.snippet("withdrawn.md", "\n".join(withdrawn) or "There are none.")
+    out.snippet("withdrawn.md", "\n".join(withdrawn) or "None.")
     for name, columns in (("measurements", tables.MEASUREMENT_COLUMNS), ("samples", tables.SAMPLE_COLUMNS)):
         lines = [(code(column), meaning) for column, meaning in columns.items()]
         out.snippet(f"dictionary-{name}.md", markdown(("column", "meaning"), lines, left=2))
@@ -964,7 +966,7 @@ def _downloads(out: Output, data: Path, gpu: str) -> None:
 
 
 def dictionary(model: Any) -> str:
-    """What the fields of a record mean."""
+    """The data dictionary of a kind of record."""
     columns = (
         Column("field", "0", code),
         Column("type", lambda item: code(_type_name(item[1].annotation)), left=True),
@@ -975,13 +977,13 @@ def dictionary(model: Any) -> str:
 
 
 def _type_name(annotation: object) -> str:
-    """A field's type for people: `float | None`, `tuple[Samples, ...]`."""
+    """A field's type to display: `float | None`, `tuple[Samples, ...]`."""
     text = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
     return re.sub(r"(?:\w+\.)+(?=\w)", "", text)
 
 
 def _write_csv(path: Path, columns: Mapping[str, str], lines: Sequence[Mapping[str, object]]) -> None:
-    """Write a table, compressed; the same lines give the same bytes."""
+    """Write a compressed table, deterministically."""
     table = pd.DataFrame(lines, columns=list(columns), dtype=object)
     table.to_csv(path, index=False, lineterminator="\r\n", compression="xz")
 

@@ -1,7 +1,7 @@
-"""What Jupyter does when it saves a notebook of this repository: it leaves out the outputs, as git has it.
+"""A Jupyter server extension that saves the notebooks of this repository without outputs.
 
-`saving.json` is installed with the package, among the environment's settings of Jupyter's servers, and names this
-module. So it holds for every `jupyter lab` of the environment, from whichever folder, and for these notebooks alone.
+`saving.json` is installed with the package into the environment's Jupyter server settings and names this module, so
+that it applies to every `jupyter lab` of the environment, from any folder, but only to these notebooks.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from flashlab.core.paths import NOTEBOOKS
 
 
 def strip_before_save(*, model: dict[str, Any], path: str, contents_manager: Any) -> None:
-    """What a server calls before it writes a file: notebooks of notebooks/ go without outputs; the open one keeps them.
+    """Pre-save hook: strip the outputs of files in notebooks/; an open notebook keeps them.
 
     Args:
-        model: of the contents API; what is left of its content is what git has.
+        model: of the contents API; its content is modified in place.
         path: relative to the manager's `root_dir`.
     """
     root = getattr(contents_manager, "root_dir", None)

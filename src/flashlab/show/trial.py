@@ -1,7 +1,7 @@
-"""A kernel, or an edited copy of one, run on this machine's CPU, and what is to be said of it.
+"""Run a kernel, or an edited copy of one, on this machine's CPU, and report verdict, races and memory accesses.
 
-copy = edited("05_wmma", old, new)   a stage with one change, in a file of its own
-before = attempt("05_wmma")          a run whose races were looked for; an error comes back as text
+copy = edited("05_wmma", old, new)   a copy of a stage's file with one change
+before = attempt("05_wmma")          a run with race detection; errors are in the result
 after = attempt("05_wmma", copy)
 compare({"as it is": before, "edited": after})
 """
@@ -56,18 +56,18 @@ from flashlab.verify import oracle
 from flashlab.verify.verdict import check
 
 EDITS = BUILD / "edits"
-"""Where edited kernels are written; kernels/ stays as it is."""
+"""Folder of edited kernels; kernels/ is not modified."""
 QUERY_ROWS = 16
-"""Query rows whose errors are shown as one."""
+"""Query rows per block of the error chart."""
 EXPLAINED: Mapping[str, Mapping[str, str]] = facts_in(__file__, "wrong")
-"""What may be wrong with a run, by kind of finding or how it ended: what that `means`, and the site's `page` on it."""
-NO_REPORT = "*There is nothing to say of its accesses: it did not run.*"
+"""Explanations by kind of finding or end of a run: its meaning, `means`, and the site's `page` on it."""
+NO_REPORT = "*It did not run, so there are no accesses to report.*"
 _CUDA_ALIGNMENT = 256
-"""Bytes: where CUDA's allocators put arrays, and so what sectors are counted from."""
+"""Alignment in bytes of arrays from CUDA's allocators, on which sector counts depend."""
 
 
 def no_compiler() -> str:
-    """Why kernels cannot run on this machine's CPU and the command that helps, as Markdown; empty where they can."""
+    """Why kernels cannot run on this machine's CPU, with a remedy, as Markdown; empty if they can."""
     try:
         emulator.cxx()
     except MissingPackageError as error:
@@ -79,7 +79,7 @@ def no_compiler() -> str:
 
 
 def own_copy(stage_id: str) -> Path:
-    """`build/edits/<stage>.cu`: a copy of a stage's file to edit. Once edited it is never overwritten.
+    """A copy of a stage's file to edit, `build/edits/<stage>.cu`. Once edited it is never overwritten.
 
     Raises:
         UnknownStageError: no such stage.
@@ -87,7 +87,7 @@ def own_copy(stage_id: str) -> Path:
     """
     original = registry.get(stage_id).source
     path = writable_dir(EDITS, "edited kernels") / original.name
-    # What it was made from: a copy that nobody has edited follows the stage.
+    # The original: an unedited copy is updated with the stage.
     made_from = writable_dir(EDITS / "original", "edited kernels") / path.name
     untouched = path.is_file() and made_from.is_file() and path.read_bytes() == made_from.read_bytes()
     if untouched or not path.exists():
@@ -97,7 +97,7 @@ def own_copy(stage_id: str) -> Path:
 
 
 def edited(stage_id: str, old: str, new: str) -> Path:
-    """A copy of a stage's file in which `old` has become `new`: `build/edits/<stage>-<digest of its content>.cu`.
+    """A copy of a stage's file with `old` replaced by `new`: `build/edits/<stage>-<digest of its content>.cu`.
 
     Raises:
         UnknownStageError: no such stage.
@@ -109,7 +109,7 @@ def edited(stage_id: str, old: str, new: str) -> Path:
     count = text.count(old) if old else 0
     if count != 1:
         lines = [number for number, line in enumerate(text.splitlines(), 1) if old and old in line]
-        where = f", in lines {', '.join(map(str, lines))}; more of the line around it says which" if lines else ""
+        where = f", in lines {', '.join(map(str, lines))}; include more of the line to select one" if lines else ""
         raise ParameterError(
             f"old: wanted text that occurs once in {original.relative_to(ROOT)}, got {old!r}, "
             f"which occurs {count} times{where}"
@@ -122,11 +122,11 @@ def edited(stage_id: str, old: str, new: str) -> Path:
 
 
 def diff(before: Path, after: Path) -> str:
-    """What turns one file into another, as a code block; a sentence where nothing does."""
+    """The diff of two files as a code block; a sentence if they are equal."""
     old, new = (path.read_text(encoding="utf-8").splitlines() for path in (before, after))
     lines = list(difflib.unified_diff(old, new, before.name, after.name, n=2, lineterm=""))
     if not lines:
-        return "*The two files are the same: no line is changed.*"
+        return "*The two files are equal.*"
     return "```diff\n" + "\n".join(lines) + "\n```\n"
 
 
@@ -141,19 +141,19 @@ class Trial:
     problem: Problem
     schedule: str
     verdict: Verdict | None = None
-    """On the numbers alone; None where there are none."""
+    """Verdict on the output values; None if there is no output."""
     report: Report | None = None
-    """Findings and counters, of one that was stopped as far as it came; None where it did not run."""
+    """Findings and counters, up to the point where it stopped; None if it did not run."""
     errors: tuple[float, ...] = ()
-    """The largest error of every `QUERY_ROWS` query rows, over all heads; NaN where one is NaN."""
+    """The largest error of each block of `QUERY_ROWS` query rows, over all heads; NaN if any error is."""
     error: str = ""
-    """Why there is no result, for people; empty where there is one."""
+    """Why there is no result; empty if there is one."""
     ended: str = ""
-    """How it came to that, where the kernel is to blame: a key of `EXPLAINED`."""
+    """The kind of failure, if caused by the kernel: a key of `EXPLAINED`."""
 
     @property
     def wrong(self) -> tuple[str, ...]:
-        """What is wrong with it, each a key of `EXPLAINED`; empty where nothing is."""
+        """All failures, as keys of `EXPLAINED`; empty if there are none."""
         kinds = [finding.kind for finding in self.report.findings] if self.report else []
         if self.ended:
             kinds.append(self.ended)
@@ -163,7 +163,7 @@ class Trial:
 
     @property
     def passed(self) -> bool:
-        """Whether the result is right and the detector found nothing."""
+        """Whether the result is right and the detector found no error."""
         return self.verdict is not None and self.verdict.passed and not (self.report and self.report.findings)
 
 
@@ -177,16 +177,16 @@ def attempt(
     params: Mapping[str, int] | None = None,
     timeout_s: float = 20.0,
 ) -> Trial:
-    """Run a stage, or `source` in its place, once on the CPU, looking for races; a failure is in what comes back.
+    """Run a stage, or `source` in its place, once on the CPU with race detection; the result contains any failure.
 
     Args:
         shape, mask: the problem, float16.
         schedule: `ascending`, `descending` or `seeded:N`.
-        params: tunables that differ from their defaults.
-        timeout_s: after so long it is stopped.
+        params: tunables other than the defaults.
+        timeout_s: time limit of the run.
 
     Raises:
-        UnknownStageError, ParameterError, UnsupportedError: what was asked for does not exist.
+        UnknownStageError, ParameterError, UnsupportedError: invalid stage, tunables or problem.
         OutputError: the compile cache cannot be written.
     """
     import numpy as np
@@ -233,7 +233,7 @@ def attempt(
 
 
 def _aligned_like_cuda(values: Any) -> Any:
-    """A copy at an address like CUDA's: sectors are counted from it, and NumPy's addresses differ from run to run."""
+    """A copy aligned like CUDA's arrays: sector counts depend on alignment, and NumPy's varies from run to run."""
     import numpy as np
 
     room = np.zeros(values.nbytes + _CUDA_ALIGNMENT, np.uint8)
@@ -244,7 +244,7 @@ def _aligned_like_cuda(values: Any) -> Any:
 
 
 def count_accesses(stage_id: str, shape: str) -> Report:
-    """Run a stage on the CPU as scripts/counters_ncu.py does on a GPU, full, float16, no log-sum-exp, and count.
+    """Count the accesses of a stage on the CPU, run as scripts/counters_ncu.py does: non-causal, float16, no LSE.
 
     Raises:
         UnknownStageError, ParameterError, UnsupportedError, MissingPackageError, CompileError, EmulationError.
@@ -263,7 +263,7 @@ def count_accesses(stage_id: str, shape: str) -> Report:
 
 
 def compare(trials: Mapping[str, Trial]) -> str:
-    """Runs side by side, as a Markdown table: verdict, error, findings."""
+    """A Markdown table of runs: verdict, error, findings."""
 
     def cells(trial: Trial) -> list[Cell]:
         verdict, report = trial.verdict, trial.report
@@ -274,12 +274,12 @@ def compare(trials: Mapping[str, Trial]) -> str:
         limits = (tiny(verdict.max_abs_error), tiny(verdict.max_abs_limit))
         return ["right" if verdict.passed else "wrong", prose(verdict.reason) or None, *limits, by_kind]
 
-    header = ("", "result", "why", "largest error", "limit", "findings")
+    header = ("", "result", "reason", "largest error", "limit", "findings")
     return markdown(header, [[title, *cells(trial)] for title, trial in trials.items()], left=3)
 
 
 def compare_rows(trials: Mapping[str, Trial], *, name: str) -> Chart | str:
-    """The runs' errors block by block of query rows, as a figure; a sentence where no run has a finite one."""
+    """A chart of the runs' errors by block of query rows; a sentence if no run has a finite one."""
     runs = list(trials.values())
     limit = next((run.verdict.max_abs_limit for run in runs if run.verdict and run.verdict.max_abs_limit), None)
     schedules = " and ".join(dict.fromkeys(run.schedule for run in runs))
@@ -288,22 +288,22 @@ def compare_rows(trials: Mapping[str, Trial], *, name: str) -> Chart | str:
         errors = {title: trial.errors for title, trial in trials.items()}
         return charts.row_errors(errors, rows=QUERY_ROWS, limit=limit, note=note, name=name)
     except NoDataError:
-        return "*No run has a number to draw.*"
+        return "*No run has a finite error.*"
 
 
 def said(trial: Trial) -> str:
-    """An error in full, as a code block; or that there was none."""
+    """The full error message as a code block; a sentence if there is none."""
     if not trial.error:
-        return "*It ran to its end.*"
+        return "*It ran to completion.*"
     return f"```text\n{trial.error}\n```\n"
 
 
 def judged(verdicts: Mapping[str, Verdict]) -> str:
-    """What the checker says of outputs at hand, as a Markdown table."""
+    """The checker's verdicts on outputs, as a Markdown table."""
     columns = (
         Column("output", "0"),
         Column("verdict", lambda item: "passed" if item[1].passed else "rejected", left=True),
-        Column("why", lambda item: prose(item[1].reason) or None, left=True),
+        Column("reason", lambda item: prose(item[1].reason) or None, left=True),
         Column("largest error", "1.max_abs_error", tiny),
         Column("limit", "1.max_abs_limit", tiny),
     )
@@ -314,13 +314,13 @@ _ACCESSES: Mapping[str, str] = {
     "read": "reads",
     "write": "writes",
     "atomic": "updates",
-    "async read": "has it read",
-    "async write": "has it written",
+    "async read": "reads asynchronously",
+    "async write": "writes asynchronously",
 }
 
 
 def _where(at: Place) -> str:
-    """The kernel's own line, then the header's that it called."""
+    """The kernel's line, then that of the header that it called."""
     lines = [
         f"{place(frame.file.name, frame.line)}<br>{source(frame.text) if frame.text else ''}"
         for frame in (at.caller, at.frame)
@@ -330,19 +330,19 @@ def _where(at: Place) -> str:
 
 
 def explained(trial: Trial) -> str:
-    """What each kind of thing that is wrong with a run means, as a Markdown list; empty where nothing is."""
+    """Explanations of a run's failures, as a Markdown list; empty if there are none."""
     return "".join(
         f"- **{kind}**: {EXPLAINED[kind]['means']} [More](../site/{EXPLAINED[kind]['page']})\n" for kind in trial.wrong
     )
 
 
 def findings(report: Report | None) -> str:
-    """What the detector found, with the source of both accesses; a sentence where it found nothing or did not run."""
+    """The detector's findings, with the source of both accesses; a sentence if there are none or it did not run."""
     if report is None:
         return NO_REPORT
     if not report.findings:
         if report.status != "ok":
-            return "*Up to where it stopped, the detector found nothing.*"
+            return "*The detector found nothing up to the point where the run stopped.*"
         return "*No race, no uninitialised read, no access out of bounds: the detector found nothing.*"
     lines: list[list[Cell]] = []
     for finding in report.findings:
@@ -362,11 +362,11 @@ def findings(report: Report | None) -> str:
 
 
 _LINE = ["access", "kind", "bytes", "text"]
-"""Of a line of source, what survives an edit elsewhere."""
+"""Properties of a source line that identify it after edits elsewhere."""
 
 
 def _accesses(space: str, name: str, reports: Mapping[str, Report | None]) -> str:
-    """Passes over lines of source beside the ideal; the n-th of several lines alike is one row in every report."""
+    """Passes per source line and their ratio to the ideal; the n-th of equal lines is the same row in each report."""
     import pandas as pd
 
     ran = {title: report for title, report in reports.items() if report}
@@ -392,7 +392,7 @@ def _accesses(space: str, name: str, reports: Mapping[str, Report | None]) -> st
         if counter.space == space and (at := counter.place.frame)
     ]
     if not rows:
-        return f"*No line asks anything of {space} memory.*"
+        return f"*No line accesses {space} memory.*"
     # Sorted by the keys: the kernel's own file first, then the headers.
     lines = pd.DataFrame(rows, columns=[*keys, "actual", "ideal"]).groupby(keys, as_index=False).sum()
     lines["nth"] = lines.groupby(["side", *_LINE]).cumcount()
@@ -407,23 +407,23 @@ def _accesses(space: str, name: str, reports: Mapping[str, Report | None]) -> st
         first = same.iloc[0]
         how = {"matrix": "matrix ", "async copy": "copy, "}.get(first["kind"], "") + first["access"]
         text = source(first["text"]) if first["text"] else ""
-        table.append([place(first["file"], first["number"]), text, f"{how}, {first['bytes']} B a lane", *cells(same)])
+        table.append([place(first["file"], first["number"]), text, f"{how}, {first['bytes']} B per lane", *cells(same)])
     heads = [f"{title}: {name}" if len(reports) > 1 else name for title in ran]
     header = ["line", "source", "access", *(head for pair in heads for head in (pair, "over ideal"))]
-    return markdown(header, [*table, ["in all", None, None, *cells(lines)]], left=3)
+    return markdown(header, [*table, ["total", None, None, *cells(lines)]], left=3)
 
 
 def conflicts(reports: Mapping[str, Report | None]) -> str:
-    """Shared memory's wavefronts, line by line, and how many times what they would be without bank conflicts.
+    """Shared-memory wavefronts per source line, and their ratio to the count without bank conflicts.
 
     Args:
-        reports: by name, runs to stand side by side; the same line of source is one row.
+        reports: the runs to compare, by name; equal source lines share a row.
     """
     return _accesses("shared", "wavefronts", reports)
 
 
 def sectors(reports: Mapping[str, Report | None]) -> str:
-    """Global memory's 32-byte sectors, line by line, and how many times what side-by-side bytes would take.
+    """Global-memory sectors of 32 bytes per source line, and their ratio to the count for contiguous bytes.
 
     Args:
         reports: as for `conflicts`.
@@ -441,21 +441,21 @@ _OPERATIONS: Mapping[str, tuple[str, str, str, str, str]] = {
     "ldmatrix": ("shared", "read", "matrix", "ldsm", "ldsm"),
     "shared stores": ("shared", "write", "plain", "shared_st", "st"),
 }
-"""Accesses by memory, access and kind, as the emulator counts them, and how Nsight Compute's metrics name them.
+"""Accesses by memory, access and kind, as the emulator counts them, with their names in Nsight Compute's metrics.
 
-Nsight Compute counts these by patched instructions; what the hardware's own counters add is arbitration."""
+Nsight Compute counts these by patched instructions; hardware counters include arbitration too."""
 _PASSES = {
     "global": ("sectors", "t_sectors_pipe_lsu_mem_global"),
     "shared": ("wavefronts", "data_pipe_lsu_wavefronts_mem_shared"),
 }
 Counts = tuple[int, int, int, int]
-"""The emulator's requests and Nsight Compute's, the emulator's passes and Nsight Compute's."""
+"""Requests by the emulator and by Nsight Compute, passes by the emulator and by Nsight Compute."""
 
 
 def counted(report: Report, line: StageCounters) -> dict[str, Counts]:
     """Both counts of each kind of access.
 
-    Kinds that neither saw, or that this version of Nsight Compute has no metric for, are left out.
+    Kinds that neither counted, or without a metric in this version of Nsight Compute, are left out.
     """
     counts = {}
     for what, (space, access, kind, instruction, operation) in _OPERATIONS.items():
@@ -496,20 +496,20 @@ COUNTERS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Counted:
-    """The emulator's counters beside Nsight Compute's of the same launches."""
+    """The emulator's counters compared with Nsight Compute's for the same launches."""
 
     compared: Mapping[str, Mapping[str, Counts]] = field(default_factory=dict)
-    """By stage, as `counted` gives them."""
+    """The results of `counted`, by stage."""
     source: str = ""
-    """GPU, shapes and commits of Nsight Compute's."""
+    """GPU, shapes and commits of Nsight Compute's counters."""
     patterns: int = 0
-    """Single accesses that are on record beside the stages."""
+    """Number of single accesses on record."""
     missing: str = ""
-    """Why there is nothing to compare, for people."""
+    """Why there is nothing to compare."""
 
     @property
     def equal(self) -> tuple[str, ...]:
-        """Stages of which every count is the same."""
+        """Stages whose counts are all equal."""
         return tuple(
             stage_id
             for stage_id, of_stage in self.compared.items()
@@ -518,12 +518,12 @@ class Counted:
 
     def __str__(self) -> str:
         if self.missing or not self.compared:
-            return self.missing or "*No stage that is shown here is among the recorded counters.*"
-        said = f"Every count of {', '.join(map(code, self.equal))} is the same." if self.equal else ""
+            return self.missing or "*No stage shown here has recorded counters.*"
+        said = f"All counts of {', '.join(map(code, self.equal))} are equal." if self.equal else ""
         if self.patterns:
             said += (
-                f" On record beside the stages are {self.patterns} single accesses to shared memory, which tests hold "
-                "the model of bank conflicts against."
+                f" Also on record are {self.patterns} single accesses to shared memory, against which tests check the "
+                "model of bank conflicts."
             )
         rows = [(name, what, counts) for name, of in self.compared.items() for what, counts in of.items()]
         return f"{table(COUNTERS, rows)}\n{said.strip()}\n\n*{self.source}*\n"
@@ -534,17 +534,17 @@ _REASON_CHARS = 400
 
 @dataclass(frozen=True, kw_only=True)
 class CpuCheck:
-    """What the stages did on this machine's CPU, against the oracle; without rows where there is no compiler."""
+    """Checks of the stages on this machine's CPU against the oracle; without rows if there is no compiler."""
 
     rows: tuple[CheckRow, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """How long each stage's runs took."""
+    """Duration of each stage's runs."""
     left_out: str = ""
-    """What was tried and what was not, as Markdown; empty where nobody asked."""
+    """The cases included and left out, as Markdown; may be empty."""
 
     @property
     def passed(self) -> bool:
-        """Whether no run failed; also where none was possible."""
+        """Whether no run failed; also true if none was possible."""
         return all(row.status == "ok" for row in self.rows)
 
     @property
@@ -564,7 +564,7 @@ class CpuCheck:
             Column("seconds", lambda item: self.seconds.get(item[0])),
         )
         wrong = (row for row in self.rows if row.status not in ("ok", "unsupported"))
-        # Layouts mostly fail alike: the first stands for all.
+        # Layouts mostly fail alike: only the first is shown.
         failed: dict[tuple[str, str, str], str] = {}
         for row in wrong:
             failed.setdefault(
@@ -573,12 +573,12 @@ class CpuCheck:
         said = [table(columns, grouped(self.rows, lambda row: row.stage).items())]
         if failed:
             rows = [(*what, why) for what, why in failed.items()]
-            said.append(markdown(("what failed", "problem", "schedule", "why"), rows, left=4))
+            said.append(markdown(("failed", "problem", "schedule", "reason"), rows, left=4))
         return "\n".join([*said, self.left_out])
 
 
 def agreement(lines: Iterable[Compared]) -> str:
-    """GPU and emulator on the same inputs (`select.emulated_checks`), a row a stage, as a Markdown table."""
+    """Agreement of GPU and emulator on the same inputs (`select.emulated_checks`), one row per stage, as Markdown."""
     by_stage = grouped(((line, line.emulator) for line in lines if line.emulator), lambda pair: pair[0].stage)
 
     def passed(of_stage: Sequence[tuple[Compared, EmulatorVerdict]], what: str) -> int:
@@ -594,7 +594,7 @@ def agreement(lines: Iterable[Compared]) -> str:
     columns = (
         stage("0"),
         Column("inputs", lambda item: len(item[1])),
-        Column("chip passed", lambda item: sum(line.status == "ok" for line, _ in item[1])),
+        Column("GPU passed", lambda item: sum(line.status == "ok" for line, _ in item[1])),
         Column("emulator passed", lambda item: passed(item[1], "verdict")),
         Column("agree", lambda item: passed(item[1], "agreement")),
         Column("largest difference, of its limit", lambda item: furthest(item[1])),
@@ -606,5 +606,5 @@ def agreement(lines: Iterable[Compared]) -> str:
         if ran.status != "ok"
     ]
     return table(columns, by_stage.items()) + (
-        "\n" + markdown(("what failed", "shape", "why"), failed, left=3) if failed else ""
+        "\n" + markdown(("failed", "shape", "reason"), failed, left=3) if failed else ""
     )

@@ -1,4 +1,4 @@
-"""What tuning found, as tables: what is chosen, what won, what each tunable is worth, and every variant tried."""
+"""Tables of tuning results: the choices, the fastest variants, the effect of each tunable, and every variant."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from flashlab.record.schema import ChoiceRow, Tuning
 from flashlab.show import tables
 
 Trial = Mapping[str, Any]
-"""One variant on one key, as `trials` has it."""
+"""One variant for one key, from `trials`."""
 
 
 def trials(records: Iterable[Tuning]) -> list[Trial]:
-    """Every variant on record, once a problem: where it got most samples, and of those the newest.
+    """Every variant on record, once per problem: the record with the most samples, and of those the newest.
 
-    Of each its `key`, `parameters`, `status`, `reason`, `median_us`, `speedup` (time of the stage's defaults over its
-    own, in the round that gave it most samples; None without either), `samples`, `run`, `commit` and `dirty`.
+    Each has `key`, `parameters`, `status`, `reason`, `median_us`, `speedup` (time of the stage's defaults over its own,
+    from the run with the most samples; None without either), `samples`, `run`, `commit` and `dirty`.
     """
     of_stages = (record for record in records if record.stage not in peers.PEERS)
     by_run = grouped(of_stages, lambda record: (record.run, Key(record.stage, record.problem)))
@@ -49,10 +49,10 @@ def trials(records: Iterable[Tuning]) -> list[Trial]:
 
 
 def worth(of_key: Sequence[Trial]) -> dict[tuple[str, ...], dict[tuple[int, ...], float | None]]:
-    """By tunable and value, how far that gets with the best of everything else tried.
+    """By tunable and value, the best speed-up over the defaults of any variant with that value.
 
-    The speed of the fastest variant that has it, over the defaults; None where none of them ran. Tunables that changed
-    only together are one, with a value of each. One of which a single value was tried is left out.
+    None if no such variant ran. Tunables that changed only together are one key, with a value of each. Tunables with a
+    single value tried are left out.
     """
     together: dict[tuple[int, ...], list[str]] = {}
     for name in dict.fromkeys(name for trial in of_key for name in trial["parameters"]):
@@ -71,23 +71,23 @@ def worth(of_key: Sequence[Trial]) -> dict[tuple[str, ...], dict[tuple[int, ...]
 
 
 def by_key(gpu_slug: str, data: Path = DATA) -> dict[Key, list[Trial]]:
-    """The variants on record of a GPU, as `trials` has them, by stage and problem; may be empty."""
+    """The results of `trials` for a GPU, by stage and problem; may be empty."""
     trials_by_key = grouped(trials(store.records(gpu_slug, Tuning, data)), lambda trial: trial["key"])
     return {key: trials_by_key[key] for key in sorted(trials_by_key)}
 
 
 def _text(parameters: Mapping[str, int], beside: Mapping[str, int] | None = None) -> str:
-    """Tunables as text, those alone that differ where there is something to differ from."""
+    """Tunables as text; with `beside`, only those that differ from it."""
     shown = {name: value for name, value in parameters.items() if beside is None or beside.get(name) != value}
-    return " ".join(f"{name}={value}" for name, value in shown.items()) or "the defaults"
+    return " ".join(f"{name}={value}" for name, value in shown.items()) or "defaults"
 
 
 def winners_table(trials: Mapping[Key, Sequence[Trial]], *, rows: Iterable[ChoiceRow]) -> str:
-    """What won on every problem that a stage was tuned on, and what it gains over the defaults, as a Markdown table.
+    """A Markdown table of the fastest variant for every tuned problem, and its speed-up over the defaults.
 
     Args:
-        trials: as `by_key` gives them.
-        rows: of the table of choices, as `tuned.rows` gives them.
+        trials: from `by_key`.
+        rows: rows of the table of choices, from `tuned.rows`.
     """
     lines: list[list[tables.Cell]] = []
     for row in rows:
@@ -103,12 +103,12 @@ def winners_table(trials: Mapping[Key, Sequence[Trial]], *, rows: Iterable[Choic
         differs = _text(row.parameters, stage.parameters(row.problem.head_dim) if stage else None)
         gain = f"{gains[0]:.3f}" if gains else None
         lines.append([row.stage, row.problem.label, differs, gain, str(len(of_key)), row.run])
-    header = ("stage", "problem", "differs from the defaults", "times faster", "tried", "run")
+    header = ("stage", "problem", "changed tunables", "speed-up", "variants", "run")
     return tables.markdown(header, lines, left=3)
 
 
 def choices_table(held: Sequence[tuned.Held]) -> str:
-    """What is chosen for every problem that torch's SDPA was timed on, the worst first, as a Markdown table."""
+    """A Markdown table of the choice for every problem that torch's SDPA was timed on, the worst first."""
 
     def time_us(entry: tuned.Held) -> float | None:
         return entry.choice.time_us if entry.time_us is None and not entry.lender else entry.time_us
@@ -129,12 +129,12 @@ def choices_table(held: Sequence[tuned.Held]) -> str:
         ]
         for entry in held
     ]
-    header = ("problem", "stage", "differs from the defaults", "µs", "SDPA, µs", "times faster", "run")
+    header = ("problem", "stage", "changed tunables", "µs", "SDPA, µs", "speed-up", "run")
     return f"{tuned.tally(held)}\n\n{tables.markdown(header, lines, left=3)}"
 
 
 def left_out_table(kinds: Mapping[str, Sequence[tuned.LeftOut]]) -> str:
-    """How good the choice is at problems that are left out of the table, by what the stages are for, as Markdown."""
+    """A Markdown table of how well problems left out of the table would be chosen for, by kind of stages."""
     lines: list[list[tables.Cell]] = []
     for kind, entries in kinds.items():
         slower = [entry.time_us / entry.least_us for entry in entries]
@@ -144,12 +144,12 @@ def left_out_table(kinds: Mapping[str, Sequence[tuned.LeftOut]]) -> str:
             where = f"{worst.problem.label}: {worst.choice.stage.id}" if max(slower) > 1 else None
             numbers = (geometric_mean(slower), max(slower), geometric_mean(off))
             lines.append([kind, str(len(entries)), *(f"{number:.3f}" for number in numbers), where])
-    header = ("stages", "problems", "time over the fastest there", "at most", "prediction off by", "the worst")
-    return tables.markdown(header, lines) if lines else "*The table has no problem with stages to choose from.*"
+    header = ("stages", "problems", "time over the fastest", "at most", "prediction off by", "worst")
+    return tables.markdown(header, lines) if lines else "*The table has no problem with several stages.*"
 
 
 def levers_table(trials: Mapping[Key, Sequence[Trial]]) -> str:
-    """How far each value of each tunable gets with the best of the others, folded away, as Markdown for each key."""
+    """Collapsed Markdown tables, one per key, of the best speed-up with each value of each tunable."""
     text: list[str] = []
     for key, of_key in trials.items():
         lines: list[list[tables.Cell]] = []
@@ -162,13 +162,13 @@ def levers_table(trials: Mapping[Key, Sequence[Trial]]) -> str:
             spread = f"{100 * (max(reached) / min(reached) - 1):.1f} %" if reached else None
             lines.append([" ".join(names), ", ".join(values), spread])
         if lines:
-            header = ("tunable", "value: best speed with it, the defaults being 1", "worth")
+            header = ("tunable", "value: best speed-up over the defaults", "range")
             text.append(tables.folded(f"{key.stage}, {key.problem.label}", tables.markdown(header, lines, left=2)))
     return tables.unsearched("\n\n".join(text))
 
 
 def trials_table(trials: Mapping[Key, Sequence[Trial]]) -> str:
-    """Every variant on record, the fastest first and the refused last, folded away, as Markdown for each key."""
+    """Collapsed Markdown tables, one per key, of every variant on record, the fastest first."""
     text: list[str] = []
     for key, of_key in trials.items():
         ordered = sorted(of_key, key=lambda trial: (-(trial["speedup"] or 0.0), trial["median_us"] or math.inf))
@@ -185,7 +185,7 @@ def trials_table(trials: Mapping[Key, Sequence[Trial]]) -> str:
             ]
             for trial in ordered
         ]
-        header = ("variant", "µs", "times faster than the defaults", "samples", "outcome", "run")
+        header = ("variant", "µs", "speed-up over the defaults", "samples", "status", "run")
         title = f"{key.stage}, {key.problem.label}: {len(of_key)} variants"
         text.append(tables.folded(title, tables.markdown(header, lines)))
     return tables.unsearched("\n\n".join(text))
