@@ -391,7 +391,7 @@ def replace_p(one: analysis.Effect, p: float) -> analysis.Effect:
 def test_effects_measured_again_are_held_against_each_other(tmp_path: Path) -> None:
     folder = tmp_path / "nvidia-h200" / "ablations"
     folder.mkdir(parents=True)
-    assert "No effect was measured" in analysis.agreement("nvidia-h200", tmp_path)
+    assert "No effect has been measured" in analysis.agreement("nvidia-h200", tmp_path)
     for day, ratio in enumerate((1.2, 1.2, 1.5), start=1):
         run = f"2027010{day}T030405Z-0123abc"
         for row in _started(run, f"0000000{day}", {"2^x": 1000.0, "__expf": 1000.0 * ratio}):

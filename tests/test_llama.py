@@ -94,7 +94,7 @@ def test_the_page_has_tokens_a_second_and_attentions_share(tmp_path: Path) -> No
     text = (out.root / "snippets" / "llama.md").read_text(encoding="utf-8")
     assert "| prefill | 1 | `flashlab` | 50.0 | 45.0–60.0 | 40,960 | 20.0 |" in text
     assert "6.74 billion parameters" in text
-    assert "which is assumed" in text
+    assert "(assumed)" in text
 
 
 def test_what_makes_no_sense_is_refused() -> None:

@@ -187,7 +187,7 @@ def test_the_table_holds_the_newest_run_and_says_what_is_missing(tmp_path: Path)
     line = next(line for line in text.splitlines() if line.startswith("| `short`"))
     assert "| 2 | D64 causal bfloat16 | `16_ones_column` | 50.00 |" in line
     assert line.rstrip().endswith("| ×2.40 | ×1.20 |")
-    assert "16,384 tokens in all" in text
+    assert "16,384 tokens in total" in text
 
 
 @pytest.mark.parametrize(

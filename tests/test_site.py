@@ -385,7 +385,7 @@ def test_a_lever_that_no_longer_fits_is_shown_as_such(tmp_path: Path, monkeypatc
     monkeypatch.setattr(levers, "choose", lambda: (stale,))
     effects.levers_page(content.Output(root=tmp_path), select.load("", tmp_path), tmp_path)
     text = (tmp_path / "snippets" / "levers.md").read_text(encoding="utf-8")
-    assert "which no longer fits the stage" in text
+    assert "which no longer applies to the stage" in text
     assert " no such line" in text
 
 

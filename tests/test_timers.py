@@ -363,7 +363,7 @@ def test_a_difference_is_explained_by_what_the_data_bears_out(data: Path) -> Non
     assert by["16_ones_column", FIRST, "torch-profiler", "hot"].why == ""
     short = by["16_ones_column", SMALL, "torch-profiler", "hot"]
     assert not short.agrees
-    assert short.why.startswith("a launch: events see 1.2")
+    assert short.why.startswith("launch overhead: events include 1.2")
     assert by["16_ones_column", SMALL, "cuda-bench", "hot"].why.startswith("the host: 20.0 µs")
     assert by["16_ones_column", SMALL, "cuda-bench", "cold"].agrees
     assert by["16_ones_column", FIRST, "cuda-bench", "cold"].why.startswith("the clock: 1,810 MHz")
@@ -464,7 +464,7 @@ def test_enough_raw_samples_are_committed() -> None:
     counts = store.count_samples(GPU, DATA)
     assert counts["runs"] >= timer_tables.ENOUGH_SAMPLES
     assert f"**{sum(counts.values()):,}**" in timer_tables.samples_line(GPU, DATA)
-    assert "are wanted" not in timer_tables.samples_line(GPU, DATA)
+    assert "are needed" not in timer_tables.samples_line(GPU, DATA)
 
 
 def test_samples_are_counted_where_they_lie(data: Path) -> None:
@@ -472,7 +472,7 @@ def test_samples_are_counted_where_they_lie(data: Path) -> None:
     rows = store.measurements(GPU, data)
     assert counts["runs"] == sum(len(samples.time_us) for row in rows for samples in row.samples)
     assert counts["readings"] == 12 * len(store.records(GPU, schema.Reading, data))
-    assert "20,000 are wanted" in timer_tables.samples_line(GPU, data)
+    assert "20,000 are needed" in timer_tables.samples_line(GPU, data)
 
 
 def test_pages_show_what_there_is(data: Path) -> None:

@@ -1,4 +1,4 @@
-"""The pages of the cycle model: what units do per cycle, and the model beside what was measured, as Markdown tables."""
+"""Markdown tables of the cycle model's pages: per-SM throughput of units, and predictions against measurements."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from flashlab.record.schema import Ceiling, ChipReading
 from flashlab.show.tables import Column, number, table
 
 Readings = Mapping[str, ChipReading]
-"""As `chip.newest` gives them."""
+"""The result of `chip.newest`."""
 
 
 def source(readings: Iterable[ChipReading]) -> str:
-    """Which GPU, when, which commit."""
+    """GPU, date and commit."""
     newest = max(readings, key=lambda reading: reading.run)
     return select.sourced(newest.gpu.name, runs=[newest.run])
 
 
 def _sourced(columns: Sequence[Column], rows: Iterable[Any], readings: Readings) -> str:
-    """A table of a GPU's newest readings, and where they come from."""
+    """A table of a GPU's newest readings, with provenance."""
     return f"{table(columns, rows)}\n*{source(readings.values())}*\n"
 
 
 def _grid(
     readings: Readings, rows: Iterable[Mapping[str, str]], text: Sequence[Column], values: Mapping[str, str], **how: Any
 ) -> str:
-    """A table whose cells are readings: `values` has a column's header, and its readings' name as a template of a row.
+    """A table of readings: `values` maps a column's header to a template of its readings' names, filled in from a row.
 
-    `text` are the columns before them, `how` is for those of `values`.
+    `text` are the columns before them; `how` applies to those of `values`.
     """
 
     def reading(name: str) -> Callable[[Mapping[str, str]], float | None]:
@@ -109,13 +109,13 @@ def issue(readings: Readings) -> str:
 
 
 def latencies(readings: Readings) -> str:
-    """Cycles of handovers and copies, as a Markdown table."""
+    """Latencies of barriers, handovers and copies, as a Markdown table."""
     columns = [Column("step", "how"), Column("cycles", "value")]
     return _sourced(columns, [reading for reading in readings.values() if reading.kernel == "latency"], readings)
 
 
 def beside(readings: Readings) -> str:
-    """What runs beside wgmma, and what either loses, as a Markdown table."""
+    """Throughput of other instructions concurrent with wgmma, and of wgmma, as a Markdown table."""
     rows = []
     for name, alone in readings.items():
         if not name.endswith("wg_alone"):
@@ -132,29 +132,29 @@ def beside(readings: Readings) -> str:
                 row |= {"beside": median(pair.beside), "pair": pair.value, "free": free.value}
                 rows.append(row)
     columns = [
-        Column("beside wgmma", lambda row: _spoken(row["what"])),
+        Column("concurrent with wgmma", lambda row: _spoken(row["what"])),
         Column("warpgroups", "groups", left=True),
         Column("wgmma", "wgmma", left=True),
         Column("alone, per cycle", "alone"),
-        Column("beside, per cycle", "beside"),
-        Column("keeps", lambda row: _percent(row["beside"], row["alone"])),
-        Column("wgmma keeps", lambda row: _percent(row["pair"], row["free"])),
+        Column("concurrent, per cycle", "beside"),
+        Column("of alone", lambda row: _percent(row["beside"], row["alone"])),
+        Column("wgmma, of alone", lambda row: _percent(row["pair"], row["free"])),
     ]
     return _sourced(columns, rows, readings)
 
 
 def softmaxes(readings: Readings) -> str:
-    """Cycles per score of softmax mixes alone, by warps a scheduler, as a Markdown table."""
+    """Cycles per score of softmax mixes alone, by warps per scheduler, as a Markdown table."""
     ending = "_1_warps"
     names = [name for name, reading in readings.items() if reading.group == "softmax" and name.endswith(ending)]
     rows = [{"name": name.removesuffix(ending)} for name in names]
-    headers = ("1 warp a scheduler", "2", "3", "4")
+    headers = ("1 warp per scheduler", "2", "3", "4")
     by_warps = {header: f"{{name}}_{header[0]}_warps" for header in headers}
     return _grid(readings, rows, [Column("cycles per score", "name", _spoken)], by_warps, form=_clocks)
 
 
 def loops(readings: Readings) -> str:
-    """Cycles per score of inner loops that are GEMMs and softmax alone, as a Markdown table, the shortest first."""
+    """Cycles per score of inner loops of GEMMs and softmax only, as a Markdown table, the fastest first."""
     clock = next(iter(readings.values())).gpu.max_sm_clock_mhz
     try:
         rates: Rates | None = rates_of(readings)
@@ -179,14 +179,14 @@ def loops(readings: Readings) -> str:
         Column("measured, cycles per score", "value", _clocks),
         Column("predicted", predicted, _clocks),
         Column("difference", lambda reading: _difference(predicted(reading), reading.value)),
-        Column("TFLOP/s at the highest clock", tflops),
+        Column("TFLOP/s at the maximum clock", tflops),
     ]
     loops = [reading for reading in readings.values() if reading.group == "loop"]
     return _sourced(columns, sorted(loops, key=lambda r: (r.defines["HEAD_DIM"], r.value)), readings)
 
 
 def _clock(prediction: Prediction) -> str:
-    return f"{number(prediction.clock_mhz, 4)}{'' if prediction.clock_measured else ' (highest)'}"
+    return f"{number(prediction.clock_mhz, 4)}{'' if prediction.clock_measured else ' (maximum)'}"
 
 
 _PREDICTIONS: Sequence[Column] = (
@@ -198,7 +198,7 @@ _PREDICTIONS: Sequence[Column] = (
         "{0.blocks} × {0.groups} × {0.group_rows} × {0.keys}".format,
         left=True,
     ),
-    Column("floor set by", lambda prediction: max(prediction.floor, key=prediction.floor.get), left=True),
+    Column("bottleneck", lambda prediction: max(prediction.floor, key=prediction.floor.get), left=True),
     Column("floor, cycles per score", lambda prediction: max(prediction.floor.values()), _clocks),
     Column("predicted, cycles per score", "cycles_per_score", _clocks),
     Column("measured", "measured_cycles", _clocks),
@@ -210,7 +210,7 @@ _PREDICTIONS: Sequence[Column] = (
 
 
 def predictions(gpu: str, data: Path = DATA) -> str:
-    """Predicted beside measured, as a Markdown table for each problem."""
+    """Predictions against measurements, as a Markdown table for each problem."""
     try:
         compared = compare(gpu, data)
     except NoDataError as error:

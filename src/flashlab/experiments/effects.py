@@ -57,28 +57,28 @@ class Effect:
     first: Ablation | Part | None
     """What it is compared with; None where that is not on record."""
     starts: tuple[tuple[Ablation | Part, Ablation | Part], ...] = ()
-    """It and the first on each start of a machine that timed both with the same code, the newest last."""
+    """It and the baseline on each start of a machine that timed both with the same code, the newest last."""
     family: Sequence[Effect] = field(default=(), compare=False, repr=False)
-    """What it is shown together with, itself among them: comparisons whose p-values are raised together (Holm)."""
+    """All effects shown together, including this one, whose p-values are corrected together (Holm)."""
 
     @property
     def is_first(self) -> bool:
-        """Whether it is what the others of its group are compared with."""
+        """Whether it is the baseline of its group."""
         return self.record is self.first
 
     @property
     def problem(self) -> Problem:
-        """What is computed."""
+        """The problem."""
         return self.record.problem
 
     @property
     def samples(self) -> Samples | None:
-        """None where there is no time."""
+        """The burst samples; None if there is no time."""
         return _samples(self.record)
 
     @property
     def median_us(self) -> float | None:
-        """None where there is no time."""
+        """Median burst time; None if there is none."""
         return self.samples.median_us if self.samples else None
 
     @property
@@ -88,19 +88,19 @@ class Effect:
 
     @property
     def ratio(self) -> float | None:
-        """Median time over the first's, of the rounds that both were in, over starts; None where either has no time."""
+        """Ratio of medians to the baseline, over the rounds with both, over starts; None if either has no time."""
         return self.change.value if self.change else None
 
     @property
     def _times(self) -> list[tuple[Sequence[float], Sequence[float]]]:
-        """Of each start the times of it and of the first; of its own record alone where no start has both."""
+        """Times of it and of the baseline on each start; only those of its own record if no start has both."""
         pairs = self.starts or (((self.record, self.first),) if self.first else ())
         samples = [(_samples(record), _samples(first)) for record, first in pairs]
         return [(ours.time_us, theirs.time_us) for ours, theirs in samples if ours and theirs]
 
     @cached_property
     def change(self) -> Estimate | None:
-        """`ratio` with its 95 % interval, which the first has none of."""
+        """`ratio` with its 95 % interval; the baseline has none."""
         if not self._times:
             return None
         if self.is_first:
@@ -109,20 +109,20 @@ class Effect:
 
     @cached_property
     def p_value(self) -> float | None:
-        """How seldom chance alone makes such a ratio of what is alike; None for the first, and without an interval."""
+        """p-value of the ratio under no difference; None for the baseline, and without an interval."""
         if self.interval is None:
             return None
         return p_value(ratio_of_medians, self._times, 1.0, paired=True, comparisons=max(1, len(self.family)))
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Its 95 % interval; None for the first, and where either has one sample."""
+        """The 95 % interval; None for the baseline, and if either has one sample."""
         change = self.change
         return None if change is None or change.low == change.high else (change.low, change.high)
 
     @property
     def verdict(self) -> str:
-        """What can be said with 95 % confidence of all of its family: `slower`, `faster`, or `no difference shown`.
+        """`slower`, `faster` or `no difference shown`, at 95 % confidence for its family.
 
         Empty without an interval.
         """
@@ -196,8 +196,8 @@ Place = tuple[Any, ...]
 def _beside_first(
     records: Iterable[T], groups: Mapping[str, Sequence[str]], place: Callable[[T], Place], name: Callable[[T], str]
 ) -> list[Effect]:
-    """The names of each group, as one family: each of the newest run that has it at a problem, beside the group's first
-    name there in that run, and over the starts that timed both with the same code."""
+    """The names of each group, as one family: each from the newest run that has it at a problem, compared with the
+    group's first name in that run, and over the starts that timed both with the same code."""
     every = sorted(records, key=lambda record: record.run)
     known = {
         (measured.run, place(measured), name(measured)): measured
@@ -233,12 +233,12 @@ def _caption(shown: Sequence[Effect]) -> str:
 
 
 def _records(effect: Effect) -> list[Ablation | Part]:
-    """Those that it is of, on every start."""
+    """Its records on all starts."""
     return [effect.record, *(record for record, _ in effect.starts)]
 
 
 def chart(shown: Sequence[Effect]) -> Chart:
-    """Every level of every axis beside the first of its axis: time over its time, with 95 % intervals.
+    """Time of every level of every axis over that of the axis's first level, with 95 % intervals.
 
     Raises:
         NoDataError: none has a time.
@@ -247,21 +247,21 @@ def chart(shown: Sequence[Effect]) -> Chart:
         shown,
         lambda effect: (f"{effect.group} ({AXES[effect.group].stage[:2]})", effect.name),
         name="ablations",
-        xlabel="time over that of the first level; less is better",
-        caption=f"What one change does to a stage's time: each level beside the first of its axis (in brackets the "
-        f"stage), {_OVER_STARTS}",
+        xlabel="time relative to the first level; less is better",
+        caption=f"Effect of one change on a stage's time: each level relative to the first of its axis (stage in "
+        f"brackets), {_OVER_STARTS}",
     )
 
 
 def lever_chart(shown: Sequence[Effect]) -> Chart:
-    """Every lever's time over that of its stage as it is, a row a problem, with 95 % intervals; raises as `chart`."""
+    """Time of every experiment relative to the unchanged stage, one row per problem; raises as `chart`."""
     changed = (effect for effect in shown if not effect.is_first)
     return _chart(
         sorted(changed, key=lambda effect: (effect.name, effect.problem.head_dim, effect.problem.mask != "full")),
         lambda effect: (effect.name, effect.problem.label),
         name="levers",
-        xlabel="time over that of the stage as it is; less is better",
-        caption=f"What a change of the source does to a stage's time, each beside the stage as it is, {_OVER_STARTS}",
+        xlabel="time relative to the unchanged stage; less is better",
+        caption=f"Effect of a change of the source on a stage's time, relative to the unchanged stage, {_OVER_STARTS}",
     )
 
 
@@ -269,7 +269,7 @@ _OVER_STARTS = "with the 95 % interval of the ratio over starts, which is often 
 
 
 def split_chart(shown: Sequence[Effect]) -> Chart:
-    """By how much each part's absence shortens a stage, in percent of its time, with 95 % intervals.
+    """Time saved by leaving out each part of a stage, in percent of its time, with 95 % intervals.
 
     Raises as `chart`.
     """
@@ -277,14 +277,14 @@ def split_chart(shown: Sequence[Effect]) -> Chart:
         shown,
         lambda effect: (f"{effect.group}, {effect.problem.sizes}", _PART_TITLES[effect.name]),
         name="time-split",
-        xlabel="percent of the stage's time that goes with the part",
-        caption="How much of a stage's time goes with each part of its work, with 95 % intervals. The shares need not "
-        "add up to 100 %: what overlaps is counted in none, what stands in another's way in both.",
+        xlabel="percent of the stage's time saved without the part",
+        caption="Time that a stage saves when one part of its work is left out, with 95 % intervals. The shares need "
+        "not add up to 100 %: parts that overlap save nothing alone, and parts that delay each other count twice.",
     )
 
 
 def _chart(shown: Iterable[Effect], place: Callable[[Effect], tuple[str, str]], *, name: str, **text: str) -> Chart:
-    """Intervals of what has a time: ratios or, of parts, shares; `place` says an effect's group and title."""
+    """Intervals of effects with a time: ratios or, for parts, shares; `place` gives an effect's group and title."""
     ratio = name != "time-split"
     looks: Mapping[str, Look] = {"slower": "worse", "faster": "better"} if ratio else {}
     timed = [(effect, value) for effect in shown if (value := effect.change if ratio else _share(effect))]
@@ -301,7 +301,7 @@ def _chart(shown: Iterable[Effect], place: Callable[[Effect], tuple[str, str]], 
 
 
 def _share(effect: Effect) -> Estimate | None:
-    """The percentage of the whole stage's time that goes with a part; None for the whole stage, and without times."""
+    """Percent of the whole stage's time saved without a part; None for the whole stage, and without times."""
     if effect.change is None or effect.is_first:
         return None
     value, low, high = (100 * (1 - ratio) for ratio in (effect.change.value, effect.change.high, effect.change.low))
@@ -312,10 +312,10 @@ def _share(effect: Effect) -> Estimate | None:
 
 
 def _result(effect: Effect) -> str:
-    """What can be said of its time, or why there is none."""
+    """The verdict on its time, or why there is none."""
     if effect.median_us is None:
         return prose(effect.reason[:_REASON_CHARS])
-    return "compared with" if effect.is_first else effect.verdict
+    return "baseline" if effect.is_first else effect.verdict
 
 
 def _with_interval(change: Estimate | None, form: str = "{:.3f}") -> str | None:
@@ -326,7 +326,7 @@ def _with_interval(change: Estimate | None, form: str = "{:.3f}") -> str | None:
 
 
 def _starts(effect: Effect) -> str | None:
-    """How many starts of a machine its ratio is of; None for the first."""
+    """Number of starts behind its ratio; None for the baseline."""
     count = len(effect.starts)
     return None if effect.change is None or effect.is_first else "one start" if count < 2 else str(count)
 
@@ -345,19 +345,19 @@ _LEVELS = (
     Column("level", "name"),
     Column("", _result, left=True),
     Column("µs", "median_us", _MICROSECONDS),
-    Column("time over the first's (95 %)", "change", _with_interval),
+    Column("relative time (95 %)", "change", _with_interval),
     Column("starts", _starts),
     *_RESOURCES,
 )
 _LEVERS = (
     Column("problem", "1.record.problem.label"),
     Column("", "1", _result, left=True),
-    Column("as it is, µs", "0.median_us", _MICROSECONDS),
-    Column("with it, µs", "1.median_us", _MICROSECONDS),
-    Column("time with it over as it is (95 %)", "1.change", _with_interval),
+    Column("unchanged, µs", "0.median_us", _MICROSECONDS),
+    Column("changed, µs", "1.median_us", _MICROSECONDS),
+    Column("relative time (95 %)", "1.change", _with_interval),
     Column("starts", "1", _starts),
-    Column("instructions as it is", "0.record.cubin.sass", _instructions),
-    Column("with it", "1.record.cubin.sass", _instructions),
+    Column("instructions, unchanged", "0.record.cubin.sass", _instructions),
+    Column("changed", "1.record.cubin.sass", _instructions),
     Column("spilled B", "1.record.cubin.spill_store_bytes"),
 )
 _PARTS = (
@@ -372,7 +372,7 @@ _PARTS = (
 
 
 def levels_table(shown: Sequence[Effect]) -> str:
-    """Every axis with its question, what was expected, and its levels, as Markdown."""
+    """Every axis with its question, prediction and levels, as Markdown."""
     text: list[str] = []
     for (name, problem), levels in grouped(shown, lambda effect: (effect.group, effect.problem)).items():
         axis = AXES[name]
@@ -385,7 +385,7 @@ def levels_table(shown: Sequence[Effect]) -> str:
 
 
 def lever_table(shown: Sequence[Effect], name: str) -> str:
-    """What one lever did on each problem, as a Markdown table with where it comes from."""
+    """The effect of one experiment on each problem, as a Markdown table with its provenance."""
     measured = [effect for effect in shown if effect.name == name]
     if not measured:
         return LEVER_NOT_MEASURED
@@ -395,7 +395,7 @@ def lever_table(shown: Sequence[Effect], name: str) -> str:
 
 
 def split_table(shown: Sequence[Effect]) -> str:
-    """Every stage's time without each part, and the share that goes with it, as a Markdown table."""
+    """Every stage's time without each part, and the share saved, as a Markdown table."""
     rows: list[list[Cell]] = []
     for parts in grouped(shown, lambda effect: (effect.group, effect.problem)).values():
         rows += [[column.cell(effect) for column in _PARTS] for effect in parts]
@@ -410,7 +410,7 @@ def split_table(shown: Sequence[Effect]) -> str:
 
 
 def agreement(gpu: str, data: Path) -> str:
-    """Whether effects that several starts measured with the same code agree as often as intervals say, as Markdown."""
+    """Whether effects measured on several starts with the same code agree as often as their intervals imply."""
     ablations = store.records(gpu, Ablation, data)
     kinds = {
         "levels of axes": effects(ablations),
@@ -421,13 +421,13 @@ def agreement(gpu: str, data: Path) -> str:
         _agreed(title, [effect for effect in measured if len(effect.starts) > 1]) for title, measured in kinds.items()
     ]
     if not any(row[1] for row in rows):
-        return "*No effect was measured with the same code on several starts of a machine yet.*"
+        return "*No effect has been measured with the same code on several starts of a machine yet.*"
     # Of two independent estimates with the same normal error: 1.96 and 2 · 1.96 standard errors of one, over √2.
-    said = ("as intervals of 95 % say, were starts alike", "", "", "83 %", "0.6 %", "at most 95 %")
+    said = ("expected of 95 % intervals if starts were equal", "", "", "83 %", "0.6 %", "at most 95 %")
     header = (
-        *("", "effects measured again", "pairs of starts"),
-        *("interval of a start holds the other's ratio", "intervals of two starts are disjoint"),
-        "interval over all starts but the newest holds the newest's ratio",
+        *("", "effects on several starts", "pairs of starts"),
+        *("a start's interval contains the other's ratio", "intervals of two starts are disjoint"),
+        "interval over all earlier starts contains the newest's ratio",
     )
     return markdown(header, [*rows, said])
 
@@ -453,7 +453,7 @@ def _agreed(title: str, repeated: Sequence[Effect]) -> list[str | int]:
 
 
 def levers_page(out: Output, shown: select.Results, data: Path) -> None:
-    """Every lever: its question, its diff, what was expected and the result on each GPU that it was measured on."""
+    """Every experiment: question, diff, prediction and the result on each GPU that measured it."""
     page = "levers.md"
     of_gpus = [lever_effects(store.records(gpu, schema.Ablation, data)) for gpu in store.gpus(data, "ablations")]
     out.snippet("levers-chart.md", out.drawn(page, lever_chart, next(iter(of_gpus), ())) or LEVER_NOT_MEASURED)
@@ -471,7 +471,7 @@ def levers_page(out: Output, shown: select.Results, data: Path) -> None:
             diff = lever.shown_diff()
         except ParameterError as error:
             diff = lever.diff.rstrip()
-            heading = f"The change, which no longer fits the stage: {error}"
+            heading = f"The change, which no longer applies to the stage: {error}"
         parts += [
             f"### {lever.name.replace('_', ' ')}",
             f"{lever.question} (`{lever.name}`, {stage_link(lever.stage)})",

@@ -1,6 +1,6 @@
 """A whole model: LLaMA-7B's geometry with random weights in transformers, by each attention.
 
-    flashlab llama           prefill of one prompt, and decoding after it, tokens a second
+    flashlab llama           prefill of one prompt, and decoding after it, tokens per second
 
 Weights do not change how long a GEMM or an attention takes, so that random ones are as good as trained ones; none are
 downloaded. Each attention runs the same model on the same tokens, one after the other in an order drawn anew, and a
@@ -297,10 +297,10 @@ COLUMNS = (
     Column("batch", "record.batch"),
     Column("attention", "record.attention", code, left=True),
     Column("ms", lambda row: 1e3 * median(row["record"].time_s) / (row["record"].new_tokens or 1)),
-    Column("least to most", lambda row: _range(row["record"])),
-    Column("tokens a second", "tokens_per_s"),
+    Column("range, ms", lambda row: _range(row["record"])),
+    Column("tokens/s", "tokens_per_s"),
     Column("attention, % of the time", lambda row: row["attention_share"] and 100 * row["attention_share"]),
-    Column("US$ a million tokens", "usd_per_million"),
+    Column("US$ per million tokens", "usd_per_million"),
     Column("largest difference of logits from SDPA's", "record.logit_error"),
 )
 
@@ -311,16 +311,16 @@ def _range(record: ModelRun) -> str:
 
 
 def page(out: Any, results: Any, data: Path = DATA) -> None:
-    """The table of each GPU's newest run, or that there is none."""
+    """Write the table of each GPU's newest run, or a note that there is none."""
     by_gpu = (shown(store.records(gpu, ModelRun, data)) for gpu in store.gpus(data, "models"))
     tables = [_table(rows) for rows in by_gpu if rows]
-    none = "*No whole model is on record yet: `flashlab llama` on a machine with a GPU makes one.*"
+    none = "*No model run is on record yet: `flashlab llama` on a machine with a GPU makes one.*"
     out.snippet("llama.md", "\n\n".join(tables) or none)
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     record = rows[0]["record"]
-    price = f"at {number(USD_PER_GPU_HOUR)} US$ a GPU-hour, which is assumed" if rows[0]["assumed"] else "at its price"
+    price = f"at {number(USD_PER_GPU_HOUR)} US$/GPU-hour (assumed)" if rows[0]["assumed"] else "at the recorded price"
     facts = (
         record.gpu.name,
         f"{record.layers} layers, {record.heads} heads of {record.head_dim}, "

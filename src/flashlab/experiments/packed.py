@@ -57,7 +57,7 @@ NAMES = (*PACKING, PADDED, *LIBRARIES)
 
 
 class Distribution(NamedTuple):
-    """Lengths drawn evenly from `low` to `high`, and one of `longest` where that is not 0."""
+    """Lengths drawn uniformly from `low` to `high`, and one of `longest` if that is not 0."""
 
     says: str
     low: int
@@ -66,30 +66,30 @@ class Distribution(NamedTuple):
 
 
 LENGTHS: Mapping[str, Distribution] = {
-    "equal": Distribution("sequences of one length, 2,048", 2048, 2048),
-    "uniform": Distribution("drawn evenly from 1 to 4,096", 1, 4096),
+    "equal": Distribution("sequences of 2,048 each", 2048, 2048),
+    "uniform": Distribution("uniform from 1 to 4,096", 1, 4096),
     "one_long": Distribution("one of 8,192, and others of 64 to 1,024", 64, 1024, 8192),
-    "short": Distribution("drawn evenly from 16 to 512", 16, 512),
+    "short": Distribution("uniform from 16 to 512", 16, 512),
 }
-"""Of prefill, each of `TOKENS` tokens in all."""
+"""Distributions for prefill, each with `TOKENS` tokens in total."""
 TIMEOUT_S = 180.0
 Q_HEADS, KV_HEADS, DECODE_HEAD_DIM, PAGE_SIZE = 32, 8, 128, 16
-"""In decoding."""
+"""The decoding problem."""
 FLASHINFER = "flashinfer"
 DECODE_NAMES = (*(stage.id for stage in registry.DECODE.values() if stage.runner == paged.__name__), FLASHINFER)
 BATCHES = (4, 16, 64)
-"""Sequences in decoding."""
+"""Numbers of sequences in decoding."""
 DECODE_LENGTHS: Mapping[str, Distribution] = {
     "equal": Distribution("8,192 keys each", 8192, 8192),
-    "uniform": Distribution("drawn evenly from 1 to 16,384", 1, 16_384),
+    "uniform": Distribution("uniform from 1 to 16,384", 1, 16_384),
     "one_long": Distribution("one of 65,536, others of 64 to 4,096", 64, 4096, 65_536),
-    "short": Distribution("drawn evenly from 16 to 2,048", 16, 2048),
+    "short": Distribution("uniform from 16 to 2,048", 16, 2048),
 }
-"""Of keys in decoding, of as many sequences as the batch has."""
+"""Distributions of the numbers of keys in decoding, for a batch of sequences."""
 
 
 def lengths(name: str, batch: int | None = None) -> tuple[int, ...]:
-    """The lengths of a distribution, the same at each call: of prefill, `TOKENS` together; of a batch in decoding.
+    """The lengths of a distribution, deterministic: `TOKENS` in total for prefill, or for a batch in decoding.
 
     Raises:
         ParameterError: no such distribution.
@@ -342,8 +342,8 @@ class _Worker(GpuWorker):
 
 
 def shown(records: Sequence[PackedRun]) -> list[dict[str, Any]]:
-    """A row for each case, of the newest run that has it: ours, with its rate, and how many times faster it is than the
-    others. Ours is the run's newest stage; in decoding, what `flashlab.paged_attention` takes where it has that."""
+    """One row per case, from its newest run: our stage, its rate and its speed-up over the others. Our stage is the
+    run's newest; in decoding, the one that `flashlab.paged_attention` chooses, if the run has it."""
 
     def case(record: PackedRun) -> tuple[Any, ...]:
         decoding = record.kv_heads or 0
@@ -397,14 +397,14 @@ DECODE_COLUMNS = (
     Column("keys", "keys", "{:,}".format),
     *(Column(f"{name.split('_')[0]}, µs", f"us.{name}", number) for name in DECODE_NAMES[:-1]),
     Column(f"{short_title(FLASHINFER)}, µs", f"us.{FLASHINFER}", number),
-    Column("taken", "stage", lambda name: name.split("_")[0]),
+    Column("chosen", "stage", lambda name: name.split("_")[0]),
     Column("GB/s", "gb_per_s", mhz),
     Column(f"over {short_title(FLASHINFER)}", f"over.{FLASHINFER}", times),
 )
 
 
 def _page(out: Any, results: Any, data: Path, *, decoding: bool) -> None:
-    """The table of the main GPU's newest run, or that there is none."""
+    """Write the table of the main GPU's newest run, or a note that there is none."""
     snippet, flag = ("ragged.md", " --decode") if decoding else ("packed.md", "")
     of = store.records(results.gpu, PackedRun, data) if results is not None else []
     records = [record for record in of if bool(record.kv_heads) == decoding]
@@ -416,9 +416,9 @@ def _page(out: Any, results: Any, data: Path, *, decoding: bool) -> None:
     meaning = DECODE_LENGTHS if decoding else LENGTHS
     what = "; ".join(f"{name}: {meaning[name].says}" for name in dict.fromkeys(row["distribution"] for row in rows))
     how = (
-        f"one query row a sequence, H{Q_HEADS}/{KV_HEADS} D{DECODE_HEAD_DIM}, pages of {PAGE_SIZE} keys"
+        f"one query row per sequence, H{Q_HEADS}/{KV_HEADS} D{DECODE_HEAD_DIM}, pages of {PAGE_SIZE} keys"
         if decoding
-        else f"{TOKENS:,} tokens in all, {HEADS} heads"
+        else f"{TOKENS:,} tokens in total, {HEADS} heads"
     )
     facts = (
         newest.gpu.name,
@@ -436,7 +436,7 @@ def _page(out: Any, results: Any, data: Path, *, decoding: bool) -> None:
 
 
 def page(out: Any, results: Any, data: Path = DATA) -> None:
-    """Both tables."""
+    """Write both tables."""
     for decoding in (False, True):
         _page(out, results, data, decoding=decoding)
 

@@ -1,4 +1,4 @@
-"""Everything that the documents have, beside what there is of it here or why there is nothing: data/sources.csv."""
+"""The contents of the documents, with our counterpart or the reason for its absence: data/sources.csv."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from flashlab.show.tables import Column, folded, table
 SOURCES = DATA / "sources.csv"
 COLUMNS = (
     Column("lines", lambda row: ", ".join(row["lines"].split()).replace("-", "–"), left=True),
-    Column("what it has", "what", html.escape, left=True),
+    Column("contents", "what", html.escape, left=True),
     Column(
         "ours", lambda row: f"{html.escape(row['ours'])} ([page]({row['link']}))" if row["ours"] else None, left=True
     ),
     Column("claims", lambda row: ", ".join(row["claims"].split()) or None, left=True),
-    Column("what is missing, and why", lambda row: html.escape(row["why_not"]) or None, left=True),
+    Column("missing, and why", lambda row: html.escape(row["why_not"]) or None, left=True),
 )
 
 
 def documents() -> Mapping[str, str]:
-    """The documents by title, and what each is."""
+    """Descriptions of the documents by title."""
     return {document["title"]: document["what"] for document in facts()["documents"]}
 
 
@@ -40,7 +40,7 @@ def read() -> list[dict[str, str]]:
 
 
 def tables_of(rows: Sequence[Mapping[str, str]]) -> str:
-    """The rows as Markdown, a folded table a document, each under what the document is."""
+    """The rows as Markdown: one collapsed table per document, below its description."""
     of_documents = grouped(rows, lambda row: row["document"])
     return "\n".join(
         f"**{title}.** {what}\n\n"

@@ -1,7 +1,7 @@
-"""Timelines of one SM in 08 to 13, to scale: what the cycle model has going on in the inner loop, as drawings.
+"""Timelines of one SM in 08 to 13, drawn to scale from the cycle model's simulation of the inner loop.
 
-Tunables are the stages' defaults. Copies, which the model takes to come in time, begin when their pipeline stage is
-free and last as long as a copy of their size alone.
+Tunables are the stages' defaults. Copies, which the model assumes to arrive in time, begin when their pipeline stage is
+free and last as long as a single copy of their size.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from flashlab.query.select import Results
 
 _COLOURS = {"QK": STAGE, "PV": ACCENT, "softmax": PEER}
-_FREE = "The groups begin evenly spread over a tile; no barrier orders them, so on a GPU they meet in other ways too."
-_LOOP_OF_11 = "The loop is that of 11; the beginnings and ends of work tiles are left out."
+_FREE = "The groups start evenly spread over a tile; no barrier orders them, so other alignments occur on a GPU."
+_LOOP_OF_11 = "The loop is that of 11, without the prologues and epilogues of work tiles."
 NOTES = {
-    "08_swizzle": f"{_FREE} Copies are left out, because no reading says how long a `cp.async` takes.",
+    "08_swizzle": f"{_FREE} Copies are not shown, because the latency of `cp.async` was not measured.",
     "09_wgmma": f"{_FREE} The model waits for an mbarrier before each GEMM, the kernel once for K and V together.",
     "10_warp_specialized": _FREE,
     "11_pingpong": "",
     "12_persistent": _LOOP_OF_11,
     "13_tma_store": _LOOP_OF_11,
 }
-"""The stages that are drawn, and what a reader must know of each."""
+"""The stages with a timeline, and a note on each."""
 Uses = Mapping[tuple[int, str], Sequence[Span]]
-"""The GEMMs and softmaxes of a group, by its number and their name, tile after tile."""
+"""GEMMs and softmaxes by group number and name, in the order of tiles."""
 
 
 def _merged(spans: Iterable[Span]) -> Iterator[Span]:
-    """Those that begin where the same one ended, as one."""
+    """Merge adjacent spans that look the same."""
     last: dict[tuple[object, ...], Span] = {}
     for span in spans:
         look = (span.row, *span[3:])
@@ -60,7 +60,7 @@ def _merged(spans: Iterable[Span]) -> Iterator[Span]:
 
 
 def uses_of(moments: Iterable[Moment]) -> Uses:
-    """Every group's GEMMs and softmaxes, GEMMs in the upper half of its row."""
+    """The GEMMs and softmaxes of every group, with GEMMs in the upper half of its row."""
     parts = (
         Span(
             group, moment.start, moment.stop, name, _COLOURS[name], *((0.0, 0.48) if name == "softmax" else (0.52, 1.0))
@@ -72,7 +72,7 @@ def uses_of(moments: Iterable[Moment]) -> Uses:
 
 
 def copies_of(kernel: Kernel, uses: Uses, readings: Mapping[str, ChipReading]) -> list[Span]:
-    """TMA loads of the first block, K in the upper half of the row."""
+    """TMA loads of the first block, with K in the upper half of the row."""
     together = kernel.stage == "09_wgmma"  # by the block itself, at the beginning of its tile, for one mbarrier
     kib = kernel.keys * kernel.head_dim * 2 * (1 + together) // 1024
     cycles = readings[f"bulk_copy_{kib}_kib"].value
@@ -91,7 +91,7 @@ def copies_of(kernel: Kernel, uses: Uses, readings: Mapping[str, ChipReading]) -
 
 
 def units_of(kernel: Kernel, rates: Rates, moments: Iterable[Moment]) -> Iterator[Span]:
-    """What share of the tensor cores is in use, row 0, and of the exponential unit, row 1."""
+    """Utilisation of the tensor cores, row 0, and of the exponential unit, row 1."""
     steps = cycle_model.steps_of(kernel, rates)
     # Of what the model counts as scores of a softmax, some stand for the output's rescale.
     real = kernel.group_rows * kernel.keys / sum(step.amount for step in steps if step.kind == "softmax")
@@ -118,7 +118,7 @@ def draw(stage_id: str, readings: Mapping[str, ChipReading], data: Path) -> Char
     assert kernel is not None
     tuned = choice.parameters(stage, gpu.slug, problem, data=data)
     others = ", ".join(f"{name} {value}" for name, value in tuned.items() if defaults[name] != value)
-    drawn = f"Drawn are the defaults; the rates on these pages are of {others}. " if others else ""
+    drawn = f"The timeline is for the defaults; the rates on these pages are for {others}. " if others else ""
     moments = cycle_model.moments_of(kernel, rates)
     uses = uses_of(moments)
     blocks = [f"block {block}" for block in range(kernel.blocks)] if kernel.blocks > 1 else [""]
@@ -143,22 +143,22 @@ def draw(stage_id: str, readings: Mapping[str, ChipReading], data: Path) -> Char
     measured_by = [ceilings["mma_sync_float16"]] if not kernel.uses_wgmma else []
     return drawings.timeline(
         stage_id,
-        [*loads, "tensor cores", "exponential unit: height is the share of its rate", *names],
+        [*loads, "tensor cores", "exponential unit: height is its utilisation", *names],
         [span._replace(start=span.start - begin, stop=span.stop - begin) for span in spans],
         alt=f"Timeline of one SM in the loop of {stage_id}: tensor cores, exponential unit, and each group of four "
-        f"warps. Alone, a group's QK GEMM takes {number(gemm)} cycles, as its PV GEMM does. The tensor cores are busy "
-        f"for {tensor} of the time that is drawn; the exponential unit works at {exponential} of its rate.",
+        f"warps. Alone, a group's QK GEMM and its PV GEMM take {number(gemm)} cycles each. The tensor cores are busy "
+        f"for {tensor} of the time shown; the exponential unit is utilised to {exponential}.",
         caption=f"One SM in the loop of {stage_id} at {problem.label}, with {kernel.blocks} "
         f"block{'s' * (kernel.blocks > 1)} of {kernel.tile_rows} rows and {kernel.keys} keys per tile. To scale, in "
-        "cycles that the cycle model computes from readings of the SM's units; the kernel was not traced. GEMMs that "
-        f"run at once share the tensor cores. {drawn}{NOTES[stage_id]}".strip(),
+        "cycles that the cycle model computes from micro-benchmarks of the SM's units; the kernel was not traced. "
+        f"Concurrent GEMMs share the tensor cores. {drawn}{NOTES[stage_id]}".strip(),
         provenance=cycle_tables.source(readings.values()),
         data_files=select.run_files([*readings.values(), *measured_by]),
     )
 
 
 def page(out: Output, shown: Results, data: Path) -> None:
-    """Every timeline, for its stage's page and the journey: of the GPU that is shown, where its units were read."""
+    """Write every timeline for its stage's page and the journey, for the GPU shown if its units were measured."""
     slugs = sorted(store.gpus(data, "chip"), key=lambda slug: slug != shown.gpu)
     readings = chip.newest(slugs[0] if slugs else "", data)
     for stage_id in NOTES:

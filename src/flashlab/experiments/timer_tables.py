@@ -38,18 +38,18 @@ if TYPE_CHECKING:
 AGREE = 0.02
 """Two timers agree where the ratio of their medians is within this of one."""
 LAUNCH_GAP_US = 4.0
-"""A difference up to this is taken for the cost of events and launches around a kernel, microseconds."""
+"""Differences up to this are attributed to events and launches around a kernel, microseconds."""
 ENOUGH_SAMPLES = 20_000
-"""What a GPU's data is to hold, in raw samples of stages and libraries."""
+"""Raw samples of stages and libraries that a GPU's data should have."""
 STARTS = 3
-"""On so many separate starts the first shape's ladder is to be measured."""
+"""Number of separate starts on which the ladder should be measured at the first shape."""
 
 
 # --- Readings ---------------------------------------------------------------------------------------------------------
 
 
 def pools(readings: Iterable[Reading]) -> tuple[Reading, ...]:
-    """What the newest run of each problem read, the readings of one state merged into one: a pool of their samples.
+    """The readings of each problem's newest run, with the samples of each state pooled.
 
     A pool's `call_clock_mhz` is empty unless it was read with every sample; its `enqueue_us` is the median.
     """
@@ -81,21 +81,21 @@ def clock_mhz(pool: Reading) -> float | None:
 
 
 def with_interval(estimate: Estimate) -> str:
-    """A ratio for people: `1.003 (0.998–1.007)`."""
+    """A ratio to display: `1.003 (0.998–1.007)`."""
     return f"{estimate.value:.3f} ({estimate.low:.3f}–{estimate.high:.3f})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Two pools of the same implementation and problem, of which one thing differs: timer, inputs or cache."""
+    """Two pools of one implementation and problem that differ in timer, inputs or cache."""
 
     ours: Reading
-    """What the other is held against: by CUDA events, on normal inputs, or with a hot L2."""
+    """The baseline: by CUDA events, on normal inputs, or with a hot L2."""
     other: Reading
 
     @cached_property
     def ratio(self) -> Estimate:
-        """The other's median over ours; each is resampled on its own."""
+        """Ratio of the other's median to ours, resampled independently."""
         return interval(ratio_of_medians, self.other.samples.time_us, self.ours.samples.time_us)
 
     @property
@@ -105,21 +105,21 @@ class Comparison:
 
     @property
     def gap_us(self) -> float:
-        """How much longer ours says a call is."""
+        """Our median minus the other's, microseconds."""
         return self.ours.samples.median_us - self.other.samples.median_us
 
     @property
     def clock_ratio(self) -> float | None:
-        """The ratio in SM cycles instead of time; None where either clock was not read."""
+        """The ratio in SM cycles instead of time; None if either clock was not read."""
         ours, other = clock_mhz(self.ours), clock_mhz(self.other)
         return None if ours is None or other is None else self.ratio.value * other / ours
 
     @property
     def why(self) -> str:
-        """What the data says of a difference; empty where the two agree.
+        """The explanation of a difference; empty if the two agree.
 
-        The first that holds: the host could not enqueue as fast as calls ran; the clocks differed and cycles per call
-        do not; a few microseconds a call, whatever the call; none of these.
+        The first that applies: the host could not enqueue calls as fast as they ran; the clocks differ and cycles per
+        call do not; a few microseconds per call, for any call; none of these.
         """
         if self.agrees:
             return ""
@@ -129,11 +129,11 @@ class Comparison:
         if hot_batch and enqueue is not None and ours.samples.median_us < enqueue and self.gap_us < 0:
             return f"the host: {number(enqueue)} µs to enqueue a call"
         if self.clock_ratio is not None and abs(self.clock_ratio - 1) <= AGREE:
-            beside = f"{number(clock_mhz(other), 4)} MHz beside {number(clock_mhz(ours), 4)}"
+            beside = f"{number(clock_mhz(other), 4)} MHz against {number(clock_mhz(ours), 4)}"
             return f"the clock: {beside}; in SM cycles {self.clock_ratio:.3f}"
         if abs(self.gap_us) <= LAUNCH_GAP_US:
-            more = "events see" if self.gap_us > 0 else f"{TIMERS[other.timer]} sees"
-            return f"a launch: {more} {number(abs(self.gap_us))} µs more a call"
+            more = "events include" if self.gap_us > 0 else f"{TIMERS[other.timer]} includes"
+            return f"launch overhead: {more} {number(abs(self.gap_us))} µs more per call"
         return "not explained by host, clock or launch"
 
 
@@ -224,14 +224,14 @@ def _page(
 
 
 def missing_timers(pools: Iterable[Reading]) -> str:
-    """The timers that gave no reading and what installs them, as a sentence; empty where all or none did."""
+    """A sentence on the timers without readings and how to install them; empty if all or none have readings."""
     timers = {pool.timer for pool in pools}
     lacking = [f"{TIMERS[timer]} (`pip install {name}`)" for timer, name in INSTALLS.items() if timer not in timers]
     return f"**No reading on record:** {', '.join(lacking)}.\n" if timers and lacking else ""
 
 
 def timers_table(pools: Sequence[Reading]) -> str:
-    """Other timers beside CUDA events on random inputs, a table a problem, each difference with what explains it."""
+    """Other timers against CUDA events on random inputs: one table per problem, with explanations of differences."""
     bursts = _bursts(pools)
 
     def above(rows: Sequence[Comparison]) -> str:
@@ -261,7 +261,7 @@ def timers_chart(pools: Sequence[Reading]) -> Chart:
     bursts = _bursts(pools)
     compared = comparisons(bursts)
     if not compared:
-        raise NoDataError.of("readings by other timers beside CUDA events", "flashlab method")
+        raise NoDataError.of("readings by other timers and CUDA events", "flashlab method")
     series: dict[str, dict[str, tuple[float, float, float]]] = {}
     for comparison in sorted(compared, key=lambda comparison: (-comparison.ours.problem.flops, comparison.other.timer)):
         gain = comparison.ratio.percent_gain()
@@ -272,14 +272,14 @@ def timers_chart(pools: Sequence[Reading]) -> Chart:
         name="timers",
         axis="percent over CUDA events",
         within=100 * AGREE,
-        caption=f"Other timers' medians beside those of CUDA events, with 95 % intervals. The band is ±{AGREE:.0%}.",
+        caption=f"Other timers' medians relative to CUDA events, with 95 % intervals. The band is ±{AGREE:.0%}.",
         provenance=select.sourced(bursts[0].gpu.name, "burst", runs=(pool.run for pool in bursts)),
         data_files=select.run_files(bursts),
     )
 
 
 def zeros_table(pools: Sequence[Reading]) -> str:
-    """Zeros beside random normal inputs, by CUDA events: time, clock and power."""
+    """Zeros against random normal inputs, by CUDA events: time, clock and power."""
     by_events = [pool for pool in pools if pool.timer == "events"]
     pairs = _against(
         by_events, lambda pool: (pool.name, pool.problem, state(pool)), lambda pool: pool.inputs == "normal"
@@ -300,7 +300,7 @@ def zeros_table(pools: Sequence[Reading]) -> str:
 
 
 def cache_table(pools: Sequence[Reading]) -> str:
-    """A cold L2 beside a hot one, random inputs, by every timer that was read."""
+    """A cold L2 against a hot one, on random inputs, by every timer with readings."""
     bursts = _bursts(pools)
     pairs = _against(
         bursts, lambda pool: (pool.name, pool.problem, pool.timer), lambda pool: pool.samples.cache == "hot"
@@ -316,10 +316,10 @@ def cache_table(pools: Sequence[Reading]) -> str:
 
 
 def clock_table(shown: Results) -> str:
-    """The SM clock in bursts and under sustained load, power, and what held it back, from the measured rows.
+    """The SM clock in bursts and under sustained load, power, and what limited the clock, from the measured rows.
 
     Raises:
-        NoDataError: no row has the clock in its calls in both.
+        NoDataError: no row has the clock during its calls in both.
     """
     columns = [
         Column("", lambda row: tables.title(row[0])),
@@ -328,9 +328,9 @@ def clock_table(shown: Results) -> str:
         Column("in sustained calls", lambda row: median(row[2].call_clock_mhz), mhz),
         Column("sustained / burst time", lambda row: row[2].median_us / row[1].median_us, "{:.3f}".format),
         Column("W, sustained", lambda row: number(schema.power_w(row[2]))),
-        Column("°C at most", lambda row: row[2].conditions and row[2].conditions.temperature_c_max),
+        Column("maximum °C", lambda row: row[2].conditions and row[2].conditions.temperature_c_max),
         Column(
-            "clock held back by",
+            "clock limited by",
             lambda row: row[2].conditions and tables.held_back(row[2].conditions.throttle_reasons),
         ),
     ]
@@ -346,7 +346,7 @@ def clock_table(shown: Results) -> str:
 
 
 def spread_table(spreads: Iterable[Spread]) -> str:
-    """Every stage and library on separate starts: median of each, spread within and between, a table a problem."""
+    """Every stage and library on separate starts: medians, spread within and between starts; one table per problem."""
 
     def start(index: int) -> Callable[[Spread], float | None]:
         return lambda rows: samples(rows)[index].median_us if index < len(rows) else None
@@ -375,19 +375,19 @@ def _starts_line(timed: Sequence[Spread], columns: int) -> str:
     every = {row.run: row for rows in timed for row in rows}
     begun = [f"{row.start.at[:16].replace('T', ' ')} UTC" for row in every.values() if row.start]
     chips = len({row.gpu.fingerprint for row in every.values()})
-    short = f" {STARTS} are wanted." if columns < STARTS else ""
+    short = f" {STARTS} starts are needed." if columns < STARTS else ""
     return (
         f"*The machine was started at {', '.join(sorted(dict.fromkeys(begun)))}; the runs were on "
         f"{chips} {'GPU' if chips == 1 else 'different GPUs'} ({timed[0][0].gpu.name}).{short} "
-        "Between: the slowest start's median over the fastest's, less one.*\n"
+        "Between starts: the slowest start's median over the fastest's, minus one.*\n"
     )
 
 
 def spread_chart(starts: Iterable[Spread], *, mask: Mask = "full") -> Chart:
-    """Each start's median and 5th to 95th percentile at the first shape beside the mean of the starts.
+    """Each start's median and 5th to 95th percentile at the first shape, relative to the mean of the starts.
 
     Raises:
-        NoDataError: nothing was measured there on two.
+        NoDataError: nothing was measured there on two starts.
     """
     problem = Problem.parse(FIRST_SHAPE, mask=mask)
     timed = [rows for rows in starts if rows[0].problem == problem]
@@ -412,7 +412,7 @@ def spread_chart(starts: Iterable[Spread], *, mask: Mask = "full") -> Chart:
 
 
 def samples_page(out: Output, shown: Results, data: Path) -> None:
-    """How many raw samples are on record, a line a GPU."""
+    """Write the number of raw samples on record, one line per GPU."""
     lines = [f"- {samples_line(slug, data)}" for slug in store.gpus(data)]
     out.snippet("samples.md", "\n".join(lines) or NOTHING_YET)
 
@@ -421,21 +421,21 @@ PAGES = {"timers": samples_page}
 
 
 def samples_line(gpu_slug: str, data: Path = DATA) -> str:
-    """How many raw samples are on record for a GPU, as a sentence, and what makes more where they are too few."""
+    """A sentence on the number of raw samples on record for a GPU, and how to make more if they are too few."""
     counts = store.count_samples(gpu_slug, data)
     total = sum(counts.values())
     parts = ", ".join(f"{count:,} in `{folder}/`" for folder, count in counts.items() if count)
     text = f"Raw samples of stages and libraries on record for `{gpu_slug}`: **{total:,}** ({parts or 'none'})."
     if total < ENOUGH_SAMPLES:
         text += (
-            f" {ENOUGH_SAMPLES:,} are wanted: `flashlab bench --suite first --samples 200` makes more, and with "
-            "`--dry-run` says how long it takes."
+            f" {ENOUGH_SAMPLES:,} are needed: `flashlab bench --suite first --samples 200` makes more, and with "
+            "`--dry-run` estimates the time."
         )
     return text
 
 
 def summary(pools: Iterable[Reading], starts: Iterable[Spread]) -> dict[str, Any]:
-    """What the notebook found, in numbers: agreement of timers, spread between starts."""
+    """The notebook's results as numbers: agreement of timers, spread between starts."""
     compared = comparisons(pool for pool in pools if pool.inputs == NORMAL)
     return {
         "compared": len(compared),
