@@ -51,7 +51,7 @@ from flashlab.run.arguments import (
 from flashlab.run.arrays import DeviceArray, contiguous_strides
 from flashlab.run.attention import prepare
 from flashlab.run.fp8 import Fp8Params
-from flashlab.run.kept import Kept
+from flashlab.run.lru import LruCache
 from flashlab.run.paged import PagedCache
 from flashlab.run.plan import plan
 from flashlab.run.tensor_map import TensorMap
@@ -765,7 +765,7 @@ class _Launches:
         self.maps: list[tuple[str, tuple[Any, ...]]] = []
         self.counters = 1 << 30
         self.size_bytes = self.zero_bytes = 8
-        monkeypatch.setattr(recipes, "by_layout", Kept(64))
+        monkeypatch.setattr(recipes, "by_layout", LruCache(64))
         for name in ("require", "load"):
             monkeypatch.setattr(gpu, name, lambda *_, **__: None)
         monkeypatch.setattr(arrays_module, "on_device", lambda obj, *_: obj)

@@ -21,7 +21,7 @@ from flashlab.kernels import registry
 from flashlab.run import arguments, emulator, gpu, recipes
 from flashlab.run import attention as attention_module  # type: ignore[attr-defined]
 from flashlab.run.arguments import MAX_SHARES, grid_for, resident_blocks, workspace
-from flashlab.run.kept import Kept
+from flashlab.run.lru import LruCache
 from flashlab.verify import on_cpu
 from flashlab.verify.verdict import check
 
@@ -98,7 +98,7 @@ def test_a_streams_memory_grows_and_its_counters_alone_are_zeroed(monkeypatch: p
         made.append(words)
         return SimpleNamespace(), len(made)
 
-    monkeypatch.setattr(recipes, "_works", Kept(8))
+    monkeypatch.setattr(recipes, "_works", LruCache(8))
     monkeypatch.setattr(recipes, "work_memory", work_memory)
     monkeypatch.setattr(gpu, "stream_id", lambda stream: stream if stream < _CAPTURED else None)
     monkeypatch.setattr(gpu, "graph_id", lambda stream: (3, stream))
@@ -116,7 +116,7 @@ def test_a_streams_memory_grows_and_its_counters_alone_are_zeroed(monkeypatch: p
 def test_a_streams_memory_lives_until_it_is_launched_with(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread has found it, and another, which needs more on the same stream, gives it up before the first
     launches."""
-    monkeypatch.setattr(recipes, "_works", Kept(8))
+    monkeypatch.setattr(recipes, "_works", LruCache(8))
     monkeypatch.setattr(recipes, "work_memory", lambda *_: (threading.Event(), 1))
     monkeypatch.setattr(gpu, "stream_id", lambda stream: stream)
     held, _ = recipes.streams_work(None, 0, 7, workspace(SHAPE, (4, 1, 1)))

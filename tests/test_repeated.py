@@ -19,7 +19,7 @@ from flashlab.core import errors
 from flashlab.run import arrays, choice, fp8, gpu, paged, recipes
 from flashlab.run.arguments import AttentionMaps, AttentionParams, VarlenParams
 from flashlab.run.attention import attention, prepare
-from flashlab.run.kept import Kept
+from flashlab.run.lru import LruCache
 from flashlab.run.tensor_map import TensorMap
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
@@ -99,7 +99,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     monkeypatch.setattr(module, "_make_recipe", make_recipe)
     monkeypatch.setattr(recipes, "_TRUSTED_S", 3600.0)
     for name in ("by_layout", "_codes", "_works"):
-        monkeypatch.setattr(recipes, name, Kept(64))
+        monkeypatch.setattr(recipes, name, LruCache(64))
     for name, value in {
         "_bindings": lambda: there,
         "_is_capturing": lambda: there.is_capturing,
@@ -457,13 +457,13 @@ def test_an_edit_is_noticed_before_long(driver: Driver, monkeypatch: pytest.Monk
     assert driver.prepared == 3
 
 
-def test_what_is_kept_is_bounded() -> None:
-    kept: Kept[int] = Kept(2)
-    kept.put("a", 1)
-    kept.put("b", 2)
-    assert kept.get("a") == 1
-    kept.put("c", 3)
-    assert [kept.get(key) for key in "abc"] == [1, None, 3]
-    assert len(kept) == 2
+def test_an_lru_cache_is_bounded() -> None:
+    cache: LruCache[int] = LruCache(2)
+    cache.put("a", 1)
+    cache.put("b", 2)
+    assert cache.get("a") == 1
+    cache.put("c", 3)
+    assert [cache.get(key) for key in "abc"] == [1, None, 3]
+    assert len(cache) == 2
     with pytest.raises(TypeError):
-        kept.get([])
+        cache.get([])

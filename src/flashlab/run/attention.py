@@ -146,13 +146,13 @@ def _recipe(
     asked = (*how.values(), *map(type, how.values()), *code.values())
     key = (*map(recipes.layout, (*inputs.values(), out)), asked, device.slug)
     try:
-        kept = recipes.by_layout.get(key)
+        cached = recipes.by_layout.get(key)
     except TypeError:  # `plan` refuses every unhashable option
-        kept = None
-    if kept is not None and kept.is_current():
+        cached = None
+    if cached is not None and cached.is_current():
         if out is not None:
             refuse_overlap("out", out, inputs)
-        return kept
+        return cached
     made = _make_recipe(inputs, out, device, how, code)
     recipes.by_layout.put(key, made)
     return made

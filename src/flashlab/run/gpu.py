@@ -25,7 +25,7 @@ from flashlab.core.errors import (
 from flashlab.core.paths import slug
 from flashlab.kernels.registry import LARGEST_CLUSTER, PORTABLE_CLUSTER, arch_for
 from flashlab.record.schema import Gpu
-from flashlab.run.kept import Kept
+from flashlab.run.lru import LruCache
 
 if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin
@@ -356,7 +356,7 @@ def _load(cubin: Cubin, device: int, smem_bytes: int) -> Function:
     return Function(cubin=cubin, device=device, handle=function, library=library)
 
 
-_loaded: Kept[Function] = Kept(512)
+_loaded: LruCache[Function] = LruCache(512)
 """By digest of the code, kernel, device and shared memory."""
 
 

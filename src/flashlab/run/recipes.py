@@ -20,7 +20,7 @@ from flashlab.build.sources import Stamps, included, read, stamps
 from flashlab.run import arrays, choice, gpu
 from flashlab.run.arguments import fitted, workspace
 from flashlab.run.arrays import DeviceArray, contiguous_strides
-from flashlab.run.kept import Kept
+from flashlab.run.lru import LruCache
 from flashlab.run.plan import ROW_ALIGNMENT_BYTES, Plan, lse_shape
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class Loaded:
             return False
 
 
-_codes: Kept[Loaded] = Kept(_MAX_CODES)
+_codes: LruCache[Loaded] = LruCache(_MAX_CODES)
 """By job and device. Decoding has another length, and so another recipe, at every step, but the same code."""
 
 
@@ -79,9 +79,9 @@ def loaded(job: compiler.Job, device: int) -> Loaded:
         FlashlabError: as compiling and loading do.
     """
     key = (job.label, job.file, job.may_spill, device)
-    kept = _codes.get(key)
-    if kept is not None and kept.is_current():
-        return kept
+    cached = _codes.get(key)
+    if cached is not None and cached.is_current():
+        return cached
     headers = included(job.file, read(job.file, "CUDA C++"), [compiler.COMMON])
     sources = stamps([job.file, *headers])  # before they are read to be compiled
     cubin = compiler.compile_stage(job)
@@ -263,9 +263,9 @@ def launch_of(
 
 # --- again ------------------------------------------------------------------------------------------------------------
 
-by_layout: Kept[Recipe] = Kept(_MAX_RECIPES)
+by_layout: LruCache[Recipe] = LruCache(_MAX_RECIPES)
 """By layout and options: keys of `layout`, and of `lookup` for torch tensors."""
-_works: Kept[tuple[Any, int, int]] = Kept(_MAX_STREAMS)
+_works: LruCache[tuple[Any, int, int]] = LruCache(_MAX_STREAMS)
 """Workspaces of persistent kernels by device and stream or graph: owner (None for a graph's), address and words. Every
 launch leaves the counters at 0 for the next launch on its stream, of any kernel."""
 
@@ -347,11 +347,11 @@ def streams_work(like: Any, device: int, stream: int, words: tuple[int, int]) ->
     stream_id = gpu.stream_id(stream)
     graph = gpu.graph_id(stream) if stream_id is None else None
     key = (device, graph or stream_id, words[0] == words[1])  # some kernels need all of it to be 0, and leave it so
-    kept = _works.get(key)
-    if kept is None or kept[2] < words[0]:
+    cached = _works.get(key)
+    if cached is None or cached[2] < words[0]:
         if graph:
-            kept = (None, gpu.zeroed_of_graph(device, words[0] * WORD_BYTES, stream), words[0])
+            cached = (None, gpu.zeroed_of_graph(device, words[0] * WORD_BYTES, stream), words[0])
         else:
-            kept = (*work_memory(like, device, stream, words), words[0])
-        _works.put(key, kept)
-    return kept[:2]
+            cached = (*work_memory(like, device, stream, words), words[0])
+        _works.put(key, cached)
+    return cached[:2]
