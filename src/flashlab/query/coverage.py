@@ -1,6 +1,6 @@
-"""Which stages a GPU's records leave out, and which of them were recorded with an older source.
+"""Stages without records on a GPU, and stages recorded with an older source.
 
-A new stage has no records until somebody measures it on that GPU: that is reported here, and fails no test.
+A new stage has no records on a GPU until it is measured there; this reports it, and no test fails.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ KINDS: Mapping[str, str] = {
     "sanitizer": "python scripts/sanitize.py",
     "tuning": "flashlab tune",
 }
-"""Folders under data/<gpu>/ that want a record of every stage, and the command that makes one."""
+"""Folders under data/<gpu>/ that should have a record of every stage, and the commands that make them."""
 
 
 class Coverage(NamedTuple):
-    """What one kind of records of a GPU lacks."""
+    """Gaps in one kind of a GPU's records."""
 
     kind: str
     missing: tuple[str, ...]
-    """Stages of the ladder without such a record."""
+    """Stages of the ladder without a record of this kind."""
     older: Mapping[str, str]
-    """Stages whose source has changed since their newest such record, and the commit of that record. Empty where the
-    commit is not in this checkout's history."""
+    """Stages whose source has changed since their newest record, with that record's commit. Empty if the commit is not
+    in this checkout's history."""
 
 
 def coverage(gpu: str, data: Path = DATA, root: Path = ROOT) -> tuple[Coverage, ...]:
-    """What the records of a GPU lack, by kind."""
+    """The gaps in a GPU's records, by kind."""
     coverages = []
     for kind in KINDS:
         newest: dict[str, str] = {}
@@ -59,7 +59,7 @@ def coverage(gpu: str, data: Path = DATA, root: Path = ROOT) -> tuple[Coverage, 
 
 @cache
 def _changed_since(commit: str, root: Path) -> frozenset[str]:
-    """Names of the stages' sources that differ from a commit's; none where git does not know it."""
+    """Names of stage sources that changed since a commit; empty if git does not know it."""
     try:
         listed = provenance.git(root, "diff", "--name-only", commit, "--", "kernels")
     except (OSError, subprocess.CalledProcessError):

@@ -1,7 +1,7 @@
-"""What the stages' predictions said in numbers, beside what was measured.
+"""The stages' predictions, scored against measurements.
 
-A prediction is written before its kernel runs and is never changed; `Expected` entries of a stage's TOML file give its
-numbers a form that can be compared.
+A prediction is written before its kernel runs and is never changed; the `Expected` entries of a stage's TOML file state
+its numbers in comparable form.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from flashlab.record.schema import Measurement
 
 @dataclass(frozen=True, kw_only=True)
 class Scored:
-    """One number of a prediction and its measurement."""
+    """One predicted range and its measurement."""
 
     stage: Stage
     expected: Expected
     measured: float | None
-    """TFLOP/s or a ratio of rates, as `expected.of` says; None where it is not on record."""
+    """TFLOP/s or a ratio of rates, depending on `expected.of`; None if not on record."""
 
     @property
     def off(self) -> float | None:
-        """By what part the measurement is above (positive) or below the range; 0 within; None where there is none."""
+        """Relative distance of the measurement above (positive) or below the range; 0 inside; None if not measured."""
         if self.measured is None:
             return None
         nearest = min(max(self.measured, self.expected.low), self.expected.high)
@@ -36,7 +36,7 @@ class Scored:
 
 
 def scores(shown: Results, stages: Iterable[Stage] | None = None) -> list[Scored]:
-    """Every number of the stages' predictions, the ladder's first, as measured on a GPU."""
+    """Score every predicted range of the stages, the ladder's first, on a GPU."""
     every = (*registry.STAGES.values(), *registry.OFF_LADDER.values()) if stages is None else stages
     scored = []
     for stage in every:
@@ -56,9 +56,9 @@ def scores(shown: Results, stages: Iterable[Stage] | None = None) -> list[Scored
 def pair(
     shown: Results, problem: Problem, name: str, over: str, other: Problem | None = None, *, cache: Cache = "hot"
 ) -> tuple[Measurement | None, Measurement | None]:
-    """Rows of two stages that were timed so at a problem, the second at `other` where that is given; else None twice.
+    """The rows of two stages at a problem, the second at `other` if given; (None, None) if no run timed both.
 
-    Those that pages show where both are of one session, else those of the newest run that timed both.
+    The rows that pages show, if both are from one session; else those of the newest run that timed both.
     """
     rows = shown.rows(problem)
     by_name = {row.name: row for row in rows if row.samples_of("burst", cache)}

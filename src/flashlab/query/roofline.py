@@ -1,6 +1,6 @@
-"""What a GPU's data sheet promises (datasheets.toml), and the bytes that a stage is counted to take from L2.
+"""Peaks of GPUs' data sheets (datasheets.toml), and the bytes that a stage loads from L2, counted.
 
-The ceilings beside a data sheet are measured by measure/ceilings.py.
+Measured ceilings are in measure/ceilings.py.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Datasheet(Facts):
     fp32_tflops: float
     memory_tb_s: float
     tensor_mhz: float | None = None
-    """SM clock that `tensor_tflops` assumes; a sheet may take another for each rate."""
+    """SM clock that `tensor_tflops` assumes; a data sheet may assume another clock for each rate."""
     fp32_mhz: float | None = None
     """SM clock that `fp32_tflops` assumes."""
     source: str
 
     def peak(self, ceiling: str) -> float | None:
-        """The peak that stands beside a measured ceiling, in the ceiling's unit; None where the sheet has none."""
+        """The peak for a measured ceiling, in the ceiling's unit; None if the data sheet has none."""
         if ceiling.startswith(("tensor_", "mma_sync_")):
             return self.tensor_tflops
         return {"fp32_fma": self.fp32_tflops, "copy": self.memory_tb_s}.get(ceiling)
@@ -40,11 +40,11 @@ class Datasheet(Facts):
 DATASHEETS: Mapping[str, Datasheet] = {
     slug: Datasheet.model_validate(sheet) for slug, sheet in table(__file__, "datasheets").items()
 }
-"""By folder name under data/. A GPU that is not here has no data-sheet peak, and no percentage of one."""
+"""By folder name under data/. Other GPUs have no data-sheet peak and no percentage of it."""
 
 
 def l2_bytes(problem: Problem, tile_q: int) -> float:
-    """Bytes that cross from L2 to the SMs, counted: Q and O once, K and V once for every tile of `tile_q` query rows.
+    """Counted traffic between L2 and the SMs, bytes: Q and O once, K and V once per tile of `tile_q` query rows.
 
     Under a causal mask a tile reads the keys up to its last row's diagonal.
     """

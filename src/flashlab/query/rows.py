@@ -1,6 +1,6 @@
-"""What a record says in one state of the GPU, flat, and which runs belong together.
+"""A record's values in one state of the GPU as a flat dict, and the sessions of runs.
 
-What is shown of a problem is chosen by `select.select`, and there alone.
+Only `select.select` chooses which records of a problem are shown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flashlab.record import schema, store
 Item = TypeVar("Item")
 Key = TypeVar("Key")
 SESSION_GAP = timedelta(hours=6)
-"""Between the starts of two runs of one session, at most."""
+"""Maximum time between the beginnings of two consecutive runs of a session."""
 
 _OF_STATE = (
     *("median_us", "worst_layer_us", "tflops", "cv_percent", "samples", "sm_clock_mhz", "call_clock_mhz"),
@@ -29,9 +29,9 @@ _OF_STATE = (
 
 
 def state_of(record: schema.Timed, regime: Regime = "burst", cache: Cache = "hot") -> dict[str, Any]:
-    """The columns that a record has in every state of the GPU, None where it has no time there.
+    """The columns of a record in a state of the GPU; None if it has no time there.
 
-    `median_us`, `worst_layer_us` (of `trained` inputs), `tflops`, `cv_percent`, `samples` (how many), `sm_clock_mhz`
+    `median_us`, `worst_layer_us` (of `trained` inputs), `tflops`, `cv_percent`, `samples` (number), `sm_clock_mhz`
     (right after the samples), `call_clock_mhz` (over the calls), `cycles_per_score`, `power_w` and
     `energy_j_per_call`.
     """
@@ -54,7 +54,7 @@ def state_of(record: schema.Timed, regime: Regime = "burst", cache: Cache = "hot
 
 
 def headline(record: schema.Measurement, regime: Regime = "burst", cache: Cache = "hot") -> dict[str, Any]:
-    """One row of `flashlab results`: what a record says in one state of the GPU."""
+    """One row of `flashlab results`: a record's values in one state of the GPU."""
     problem, names = record.problem, ("name", "kind", "layout", "lse")
     return {
         **{name: getattr(record, name) for name in names},
@@ -68,10 +68,10 @@ def headline(record: schema.Measurement, regime: Regime = "burst", cache: Cache 
 
 
 def sessions(gpu: str, data: Path = DATA) -> dict[str, str]:
-    """The session of each run: the runs of one commit on one GPU, each begun within `SESSION_GAP` of the one before.
+    """The session of each run: runs of one commit on one GPU, each begun within `SESSION_GAP` of the one before.
 
-    A measurement that takes longer than one command allows is split by head dim, element type or stages, and belongs
-    together all the same. A session has the id of its first run.
+    Measurements that exceed the time limit of a command are split by head dim, element type or stages into several runs
+    of a session. A session has the id of its first run.
     """
     runs = {line.record.run: line.record.gpu.fingerprint for line in store.lines(gpu, "runs", data)}
     last: dict[object, tuple[str, datetime]] = {}
@@ -79,7 +79,7 @@ def sessions(gpu: str, data: Path = DATA) -> dict[str, str]:
     for run, fingerprint in sorted(runs.items()):
         began = datetime.strptime(run[:16], "%Y%m%dT%H%M%SZ").replace(tzinfo=UTC)
         match = re.match(schema.RUN, run)
-        assert match, "what a record names as its run is a run's name"
+        assert match, "a record's run is a run id"
         key = match["commit"], match["dirty"], fingerprint
         first, before = last.get(key, (run, began))
         session_of[run] = first if began - before <= SESSION_GAP else run
@@ -88,7 +88,7 @@ def sessions(gpu: str, data: Path = DATA) -> dict[str, str]:
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
-    """The items of each key, in their order; the keys in that of their first items."""
+    """The items of each key, in order; keys in the order of their first items."""
     groups: dict[Key, list[Item]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)

@@ -227,7 +227,7 @@ def _merged(
 ) -> dict[str, Measurement]:
     """Rows of one problem from the runs of a session, by name.
 
-    Of what several measured, that of the run `first`, else of the one which tried most of the ladder, then of `covers`.
+    Duplicates are from the run `first`, else from the run that tried most of the ladder, then of `covers`.
     """
 
     def rank(run: str) -> tuple[bool, int, int, int, str]:
@@ -248,9 +248,9 @@ def _merged(
 
 
 def _of_the_last(sessions: Mapping[str, Mapping[str, Measurement]], names: Sequence[str]) -> list[str]:
-    """The sessions that timed the last stage which any of them timed, as it was compiled in the newest of them.
+    """The sessions that timed the last stage timed in any of them, with the machine code of the newest of them.
 
-    All of them where none timed one of the stages `names`.
+    All sessions if none timed one of the stages `names`.
     """
 
     def code(key: str) -> object:
@@ -432,11 +432,11 @@ class Results:
         return frozenset(row.name for row in rows if is_library(row) and rate(row) is not None)
 
     def beside(self, problem: Problem | None = None) -> tuple[Measurement, ...]:
-        """Libraries that do not take the element type of `problem` (of `first`, where None), timed in another.
+        """Libraries without support for the element type of `problem` (default: `first`), timed in another type.
 
-        At the same shape and mask and in the same session, so that the rates may stand side by side, whether or not it
-        is that session which is shown for their type. They are never the fastest library that percentages refer to: a
-        percentage compares rows of one element type.
+        At the same shape and mask and in the same session, so that the rates are comparable, even if another session is
+        shown for their type. They are never the fastest library that percentages refer to: percentages compare rows of
+        one element type.
         """
         of = problem or self.first
         lacking = {(row.run, row.name) for row in self.rows(of) if row.kind == "peer" and row.status == "unsupported"}
@@ -454,9 +454,9 @@ class Results:
 def fastest_of(
     libraries: Collection[str], rows: Iterable[Measurement], regime: Regime = "burst", cache: Cache = "hot"
 ) -> Measurement | None:
-    """The fastest library of one problem where each of `libraries` was tried there; None where one was not.
+    """The fastest library at one problem if each of `libraries` was tried there, else None.
 
-    So that a percentage of it means the same at every problem and in every state: of the fastest of the same set. A
+    Percentages of it are thus relative to the fastest of the same set at every problem and in every state. A
     library that cannot do the problem was tried.
     """
     library_rows = [row for row in rows if is_library(row) and row.status != "missing"]
@@ -484,7 +484,7 @@ def bench(suite: str, regime: Regime) -> str:
 def of_lengths(
     shown: Results, *, head_dim: int, mask: str, dtype: str, regime: Regime = "burst"
 ) -> tuple[Problem, ...]:
-    """The problems of the suite `lengths` of that kind that have a time in that regime, the shortest first.
+    """The problems of the suite `lengths` of this kind with a time in the regime, the shortest first.
 
     Raises:
         NoDataError: fewer than two.
@@ -563,7 +563,7 @@ def fastest_peer(rows: Iterable[Measurement], regime: Regime = "burst", cache: C
 
 
 NEAR = 1.05
-"""Two GPUs of one product differ by less, in the same library's time."""
+"""Ratio within which two GPUs of one product agree, in the time of the same library."""
 
 
 def fastest_stage(
@@ -621,7 +621,7 @@ def problem_order(problem: Problem) -> tuple[int, int, int, bool, bool, Problem,
 
 
 def is_off_ladder(row: Measurement) -> bool:
-    """Whether a row is of a stage that never stood on the ladder, with its own tunables or others."""
+    """Whether a row is from a stage that was never on the ladder, with any tunables."""
     stage = registry.OFF_LADDER.get(row.name.partition("[")[0]) if row.kind == "stage" else None
     return stage is not None and not stage.retired
 
@@ -644,9 +644,9 @@ def _place(row: Measurement, regime: Regime = "burst") -> tuple[str, str]:
 
 
 def elsewhere(rows: Sequence[Measurement], regime: Regime = "burst") -> tuple[Measurement, ...]:
-    """Of the rows of one problem, those whose samples are of another commit than the last rung's there.
+    """The rows of one problem whose samples are from another commit than the last rung's.
 
-    They were filled in from another session; likewise a library's on a GPU that no stage was timed on.
+    They were filled in from another session, as were libraries' on a GPU without a timed stage.
     """
     timed = [row for row in rows if row.samples_of(regime)]
     rungs = [row for row in timed if row.kind == "stage" and row.name in _LADDER]
@@ -662,7 +662,7 @@ def elsewhere(rows: Sequence[Measurement], regime: Regime = "burst") -> tuple[Me
 
 
 def places(rows: Iterable[Measurement], regime: Regime = "burst") -> tuple[int, int]:
-    """How many commits on how many GPUs rows of one chart are of, and how many GPUs: `(sessions, chips)`."""
+    """Numbers of (commit, GPU) pairs and of GPUs among the rows of a chart: `(sessions, chips)`."""
     distinct = {_place(row, regime) for row in rows if row.samples_of(regime)}
     return len(distinct), len({chip for _, chip in distinct})
 
@@ -673,7 +673,7 @@ def off_ladder(
     stages: Mapping[str, registry.Stage] = registry.DEAD_ENDS,
     policy: Policy = OFF_LADDER,
 ) -> dict[Problem, tuple[Measurement, ...]]:
-    """Dead ends, or those other `stages`, and what was measured with them, by problem; empty where none was timed.
+    """Dead ends, or other `stages`, and the rows measured with them, by problem; empty if none was timed.
 
     Rungs of the ladder come first, then those off it, each before its variants, then libraries, the fastest first.
     """
@@ -691,9 +691,9 @@ def off_ladder(
 
 
 def beyond(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> dict[Problem, tuple[Measurement, ...]]:
-    """What `load` leaves to other pages, by problem: stages off the ladder, and problems with a window or a soft cap.
+    """Rows that `load` leaves out, by problem: stages off the ladder, and problems with a window or a soft cap.
 
-    Chosen as there, by `OFF_LADDER`, `DECODING` and `LADDER`; of one problem the last of these counts.
+    Selected by `OFF_LADDER`, `DECODING` and `LADDER`, of which the last applies if several select a problem.
     """
     beside, decoding, ladder = (replace(policy, inputs=tuple(inputs)) for policy in (OFF_LADDER, DECODING, LADDER))
     return {
@@ -787,7 +787,7 @@ def load_all(data: Path = DATA) -> tuple[Results, ...]:
 
 
 def with_stage(shown: Results, stage_id: str, data: Path = DATA) -> Results:
-    """What is shown, or, where no row of it is of the stage, what is shown of the first GPU that has timed it."""
+    """`shown` or, if it has no row of the stage, the results of the first GPU that timed the stage."""
     others = (load(gpu, data) for gpu in store.gpus(data) if gpu != shown.gpu)
     return next(
         (results for results in chain((shown,), others) if any(row.name == stage_id for row in results.rows())), shown

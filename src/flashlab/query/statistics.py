@@ -1,8 +1,8 @@
-"""The one bootstrap: a statistic of samples with its 95 % interval, for every table, chart, claim and sentence.
+"""Bootstrap: a statistic of samples with its 95 % interval, for all tables, charts, claims and texts.
 
-Starts of a machine differ by more than samples of one start do. What was measured on several is therefore resampled in
-two levels, starts first and then samples within each that was drawn; an interval within one start says how often it
-would hold on that start, not on the next.
+Starts of a machine differ by more than samples within a start. Data from several starts is therefore resampled on two
+levels, first starts and then samples within each drawn start. An interval from one start covers repetitions on that
+start, not on other starts.
 """
 
 from __future__ import annotations
@@ -20,13 +20,12 @@ from flashlab.core.errors import ParameterError
 CONFIDENCE = 0.95
 RESAMPLES = 4999
 _BELOW = 4
-"""How many times below the limit the least p-value of a family lies: a resample or two on the other side change no
-verdict."""
+"""Factor of the smallest p-value of a family below the limit, so that a few resamples change no verdict."""
 SEED = 0
-"""Fixed, so that the same samples give the same interval, to the last bit."""
+"""Fixed, so that intervals are reproducible to the last bit."""
 
 Statistic = Callable[..., Any]
-"""Takes one array a sample and `axis`, along which it reduces; any other axes are resamples."""
+"""Takes one array per sample and `axis`, along which it reduces; other axes are resamples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,42 +34,42 @@ class Estimate:
 
     value: float
     low: float
-    """Lower end; the value itself where it is exact."""
+    """Lower end; equal to the value if that is exact."""
     high: float
     starts: int | None = None
-    """Of a machine that it was measured on; None where it was counted, computed or compiled."""
+    """Number of starts that it was measured on; None if it was counted, computed or compiled."""
 
     @classmethod
     def exactly(cls, value: float) -> Estimate:
-        """A number that has no interval: counted, computed or compiled."""
+        """A number without an interval: counted, computed or compiled."""
         return cls(value=value, low=value, high=value)
 
     def scaled(self, factor: float) -> Estimate:
-        """The same in another unit; `factor` is positive."""
+        """The estimate in another unit; `factor` is positive."""
         return replace(self, value=factor * self.value, low=factor * self.low, high=factor * self.high)
 
     def percent_gain(self) -> Estimate:
-        """A factor as a gain in percent: 1.2 is 20."""
+        """A ratio as a gain in percent: 1.2 is 20."""
         return replace(self, value=100 * (self.value - 1), low=100 * (self.low - 1), high=100 * (self.high - 1))
 
     def inverse_of(self, amount: float) -> Estimate:
-        """`amount` over it, so that the ends change places: a rate from a time."""
+        """`amount` divided by the estimate, with the ends swapped: a rate from a time."""
         return replace(self, value=amount / self.value, low=amount / self.high, high=amount / self.low)
 
 
 def median(values: Any, axis: int = -1) -> Any:
-    """`np.median` of numbers, to the last bit, by sorting: of resamples, which are short rows, many times as fast."""
+    """`np.median`, bit for bit, by sorting, which is much faster for resamples, i.e. many short rows."""
     count = np.shape(values)[axis]
     return np.take(np.sort(values, axis=axis), ((count - 1) // 2, count // 2), axis=axis).mean(axis=axis)
 
 
 def ratio_of_medians(above: Any, below: Any, axis: int = -1) -> Any:
-    """median(above) / median(below) along `axis`: a speed-up where `above` is the slower one's times."""
+    """median(above) / median(below) along `axis`: a speed-up if `above` are the times of the slower."""
     return median(above, axis=axis) / median(below, axis=axis)
 
 
 def interval(statistic: Statistic, *samples: Sequence[float], paired: bool = False) -> Estimate:
-    """A statistic of samples of one start and its 95 % interval: `over_starts` of that one."""
+    """A statistic of samples from one start, with its 95 % interval: `over_starts` of a single start."""
     return over_starts(statistic, (samples,), paired=paired)
 
 
@@ -78,12 +77,10 @@ def over_starts(statistic: Statistic, starts: Sequence[Sequence[Sequence[float]]
     """The median over starts of a statistic and its 95 % interval, by percentile bootstrap from a fixed seed.
 
     Args:
-        starts: of each start of a machine the samples of each thing that was measured. Starts are resampled, and then
-            the samples of those that were drawn. Of one start, where a thing has a single sample, there is no interval,
-            and both ends are the value.
-        paired: entry i of all samples is of the same round of interleaved timing, so that a resample draws rounds; else
-            each sample is resampled on its own. Where one has more entries its last ones are of rounds that the others
-            sat out, and are left out.
+        starts: for each start of a machine, the samples of each measured quantity. Starts are resampled, then samples
+            within each drawn start. With one start and a single sample there is no interval: both ends are the value.
+        paired: entries i of all samples are from the same round of interleaved timing, so that rounds are resampled;
+            else samples are resampled independently. Excess entries, from rounds without the others, are ignored.
 
     Raises:
         ParameterError: no start, or an empty sample.
@@ -102,11 +99,10 @@ def p_value(
     paired: bool = False,
     comparisons: int = 1,
 ) -> float:
-    """How seldom a resample lies on the other side of `against`, on two sides; never below what the resamples can tell.
+    """Two-sided bootstrap p-value against `against`, limited by the number of resamples.
 
     Args:
-        comparisons: of the family that it is raised with. There are enough resamples that the least p-value that they
-            can tell is small after `holm` too.
+        comparisons: size of the family for `holm`. Resamples are enough for a small p-value after that correction.
 
     Arguments and errors otherwise as `over_starts`.
     """
@@ -117,7 +113,7 @@ def p_value(
 
 
 def holm(p_values: Sequence[float]) -> tuple[float, ...]:
-    """P-values of a family of comparisons, each raised so that all together err as often as one alone (Holm, 1979)."""
+    """P-values of a family of comparisons, corrected for multiplicity (Holm, 1979)."""
     raised, least = [1.0] * len(p_values), 0.0
     for rank, index in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
         least = max(least, min(1.0, (len(p_values) - rank) * p_values[index]))
@@ -140,7 +136,7 @@ def _arrays(starts: Sequence[Sequence[Sequence[float]]], paired: bool) -> list[t
 def _resampled(
     statistic: Statistic, starts: Sequence[Sequence[Sequence[float]]], *, paired: bool, resamples: int = RESAMPLES
 ) -> Any:
-    """The statistic of as many resamples; of one value where there is nothing to resample."""
+    """The statistic of each resample; a single value if nothing can be resampled."""
     within = []
     for arrays in _arrays(starts, paired):
         if min(map(len, arrays)) < 2:
@@ -158,6 +154,6 @@ def _resampled(
 
 @lru_cache(maxsize=4)
 def _draws(lengths: tuple[int, ...], resamples: int) -> tuple[Any, ...]:
-    """Of samples of so many entries, those that each resample draws: always the same."""
+    """Indices that each resample draws from samples of these lengths, deterministic."""
     rng = np.random.default_rng(SEED)
     return tuple(rng.integers(length, size=(resamples, length)) for length in lengths)
