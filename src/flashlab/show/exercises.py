@@ -1,10 +1,10 @@
-"""Exercises: a line of a real kernel with a blank, and what becomes of the kernel with an answer in it.
+"""Exercises: fill in a blank in a line of a real kernel, and run the kernel with the answer.
 
-show(ask("mask"))                       the line among its neighbours
+show(ask("mask"))                       the line in its context
 show(str(check("mask", answer)))        the answer in an edited copy, run on this machine's CPU: right or wrong, and why
 
-exercises.toml lists them. The blank is cut out of the kernel's file as it is now, and the kernel's own text is the
-solution, so neither can drift from the kernel: where the line is no longer there once, `blank` refuses.
+exercises.toml lists them. The blank is cut from the current kernel file, whose text is the solution, so neither can
+drift from the kernel: `blank` raises if the line does not occur exactly once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashlab.show.trial import Trial, attempt, compare, edited, explained, find
 
 BLANK = "____"
 _BEFORE, _AFTER = 4, 3
-"""Lines that stand around a blank."""
+"""Lines of context before and after a blank."""
 _TIMEOUT_S = 10.0
 _SHOWN_FINDINGS = 2
 
@@ -34,23 +34,23 @@ class Exercise(Facts):
 
     stage: str
     line: str
-    """A part of the line, with `BLANK` where the answer goes; of the file's lines, exactly one fits."""
+    """Part of the line, with `BLANK` in place of the answer; matches exactly one line of the file."""
     shape: str
-    """The problem that answers run on."""
+    """The problem on which answers run."""
     mask: Mask = "full"
     params: Mapping[str, int] = {}
-    """Tunables that differ from their defaults."""
+    """Tunables other than the defaults."""
     conflicts: float | None = None
-    """How many times the ideal's wavefronts of shared memory an answer may cost; None where they do not count."""
+    """Maximum ratio of an answer's shared-memory wavefronts to the ideal; None for no limit."""
     wrong: tuple[str, ...]
     """Answers that must not pass."""
 
     @property
     def blank(self) -> re.Match[str]:
-        """Where the line is in the stage's file; its group is the kernel's own answer.
+        """The match of the line in the stage's file; its group is the kernel's answer.
 
         Raises:
-            ParameterError: the kernel has changed, and the line is not there once.
+            ParameterError: the line does not occur exactly once.
         """
         source = registry.get(self.stage).source
         before, after = map(re.escape, self.line.split(BLANK))
@@ -75,7 +75,7 @@ def get(name: str) -> Exercise:
 
 
 def ask(name: str) -> str:
-    """The line with its blank, among its neighbours, as Markdown; what of these would tell the answer is left out.
+    """The line with its blank and context as Markdown, without text that reveals the answer.
 
     Raises:
         ParameterError: no such exercise, or its line is no longer in the kernel.
@@ -93,15 +93,15 @@ def ask(name: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """An answer, tried."""
+    """A tested answer."""
 
     exercise: Exercise
     trial: Trial | None = None
-    """None where nothing is filled in."""
+    """None if nothing is filled in."""
 
     @property
     def conflicts(self) -> float | None:
-        """How many times the ideal's wavefronts of shared memory it took; None where that does not count."""
+        """Ratio of its shared-memory wavefronts to the ideal; None if not limited."""
         if self.exercise.conflicts is None or not self.trial or not self.trial.report:
             return None
         counters = [counter for counter in self.trial.report.counters if counter.space == "shared"]
@@ -109,7 +109,7 @@ class Checked:
 
     @property
     def passed(self) -> bool:
-        """Whether the answer is right; not where there is none."""
+        """Whether there is an answer and it is right."""
         costly = self.conflicts is not None and self.conflicts > (self.exercise.conflicts or 0.0)
         return self.trial is not None and self.trial.passed and not costly
 
@@ -117,15 +117,15 @@ class Checked:
         if self.trial is None:
             return f"*Nothing is filled in yet: put C++ in place of `{BLANK}` and run the cell again.*"
         if self.passed:
-            own = f"The kernel has `{self.exercise.blank[1]}` there"
+            own = f"The kernel has `{self.exercise.blank[1]}`"
             return f"**Right.** {own} ([{self.exercise.stage}](../kernels/{self.exercise.stage}.cu))."
         if self.trial.passed:
             return (
-                f"**Not yet.** The result is right, but shared memory takes {number(self.conflicts)} × the wavefronts "
-                "that the requests need: lanes meet in the same banks."
+                f"**Not yet.** The result is right, but shared memory takes {number(self.conflicts)} × the ideal "
+                "number of wavefronts: there are bank conflicts."
             )
         parts = [
-            "**Wrong.** What the kernel did with it:",
+            "**Wrong.** The kernel with your answer:",
             explained(self.trial),
             said(self.trial) if self.trial.error else compare({"with your answer": self.trial}),
         ]
@@ -136,10 +136,10 @@ class Checked:
 
 
 def check(name: str, answer: str) -> Checked:
-    """Run the exercise's kernel with `answer` in the blank on the CPU, looking for races.
+    """Run the exercise's kernel with `answer` in the blank on the CPU, with race detection.
 
     Raises:
-        ParameterError: no such exercise, its line is no longer in the kernel, or the answer is no text.
+        ParameterError: no such exercise, its line is no longer in the kernel, or the answer is not text.
         OutputError: the edited copy or the compile cache cannot be written.
     """
     exercise = get(name)

@@ -1,9 +1,9 @@
-"""What the notebooks import: their parameters, checked and resolved; how they measure; and how they show what there is.
+"""Functions for the notebooks: validated parameters, measuring, and displaying results.
 
 lab = settings(source=source, gpu=gpu, stages=stages, suite=suite, out=out, data=data)
-lab.measure()                          appends to data/ where the source is `measure`
-lab.show(charts.ladder, lab.rows())    a chart or table of the newest rows, or that there are none yet
-lab.write("02_ladder", numbers)        the result file, which says that the notebook came to its end
+lab.measure()                          appends to data/ if the source is `measure`
+lab.show(charts.ladder, lab.rows())    a chart or table of the newest rows, or a note that there are none
+lab.write("02_ladder", numbers)        the result file, which marks the notebook as completed
 """
 
 from __future__ import annotations
@@ -50,66 +50,66 @@ from flashlab.verify import cases, on_cpu
 Source = Literal["measure", "replay"]
 SOURCES = ("auto", *get_args(Source))
 CHOICES: Mapping[str, Sequence[str]] = {"dtype": DTYPES, "mask": MASKS, "regime": get_args(Regime)}
-"""What further parameters of notebooks may be, by name."""
+"""Valid values of further notebook parameters, by name."""
 SCHEDULES = ("ascending", "descending", "seeded:1")
-"""The orders of warps that the notebooks run."""
+"""The warp orders that the notebooks emulate."""
 LENGTHS = ((1, 1), (113, 203), (239, 1))
-"""Queries and keys of the notebooks' problems on a CPU: one of each, around every tile, more queries than keys."""
+"""Query and key lengths of the notebooks' CPU problems: one of each, around tile sizes, more queries than keys."""
 HEAD_DIM = 64
 COPY_LENGTHS = (*LENGTHS, cases.HOSTILE_LENGTHS[0])
-"""Of an edited copy's problems; the last has keys for every phase of a pipeline's barriers."""
+"""Lengths for an edited copy; the last has enough keys for every phase of a pipeline's barriers."""
 COPY_SCHEDULE, COPY_TIMEOUT_S = cases.SCHEDULES[-1], 10.0
-"""How each of them runs: not in the order that was tried before, and not for ever."""
+"""Their warp order, which differs from the one tried before, and time limit."""
 
 
 def nothing_yet(command: str) -> str:
-    """What stands where nothing is on record, with the command that measures it."""
+    """The note for missing records, with the command that measures them."""
     return (
         "**Nothing has been measured yet.** "
-        f"`data/` holds no records of this. `{command}` on a machine with an NVIDIA GPU measures it and fills this in."
+        f"`data/` holds no records of this. `{command}` on a machine with an NVIDIA GPU measures and shows it."
     )
 
 
 NOTHING_YET = nothing_yet("make report")
 NOT_OF_THESE = (
-    "**Nothing of this is on record yet** for these stages at this shape. "
+    "**Not on record yet** for these stages at this shape. "
     "`make report FULL=1` measures it on such a GPU; profiles are made by `flashlab profile` with Nsight Compute, "
     "tuning by `flashlab tune`, and times of separate starts by `flashlab bench --suite first` on each, with the same "
     "code."
 )
 NO_CHECKS = "Not on record for this GPU yet: `flashlab check --record` on it compares stages with the oracle."
 _REDRAWN_S = 0.2
-"""Between one state of a progress bar and the next."""
+"""Minimum seconds between updates of a progress bar."""
 PROGRESS = "progress.json"
-"""In the folder of result files: how far a progress bar is, for whoever runs the notebook (`sweep`)."""
+"""File with the state of a progress bar in the folder of result files, for the process that runs it (`sweep`)."""
 _told_to: list[Path] = []
 Draw = Callable[..., Chart | str] | Sequence[Column]
-"""What makes a figure or table: a function, or a table's columns."""
+"""A function that returns a chart or text, or a table's columns."""
 
 
 class Outcome(Facts):
-    """A notebook's result file: what it found, and that it came to its end."""
+    """A notebook's result file, which also marks it as completed."""
 
     notebook: str
-    """`02_ladder`."""
+    """Name, such as `02_ladder`."""
     source: Source
     gpu: str | None
-    """Folder name under data/; None where nothing has been measured."""
+    """Folder name under data/; None if nothing has been measured."""
     commit: str
     dirty: bool
     runs: tuple[str, ...]
-    """Ids of the runs whose rows it showed."""
+    """Ids of the runs of the rows shown."""
     numbers: dict[str, Any]
-    """What it found; each notebook says in its last cell."""
+    """Results, as listed in the notebook's last cell."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lab:
-    """One notebook's parameters, checked and resolved."""
+    """A notebook's validated and resolved parameters."""
 
     source: Source
     gpu: str
-    """Folder name under data/; empty where nothing has been measured and there is no GPU."""
+    """Folder name under data/; empty if nothing has been measured and there is no GPU."""
     stages: tuple[str, ...]
     """Ids, in the ladder's order."""
     suite: str
@@ -120,7 +120,7 @@ class Lab:
 
     @property
     def cuda_stages(self) -> tuple[str, ...]:
-        """Those of the chosen stages that are CUDA C++: what compiles, and what the CPU emulation runs."""
+        """The chosen stages in CUDA C++, which can be compiled and emulated."""
         return tuple(stage_id for stage_id in self.stages if stage_id in registry.CUDA_STAGES)
 
     def measure(self, *, suite: bool = True, ceilings: bool = False) -> Path | None:
@@ -147,13 +147,13 @@ class Lab:
         return run
 
     def forget(self) -> None:
-        """Read the records anew when they are shown next."""
+        """Reread the records before they are shown next."""
         self.__dict__.pop("results", None)
 
     def check(self) -> str:
-        """Compare the chosen stages with the oracle on this GPU over hostile lengths and layouts; as a Markdown table.
+        """Check the chosen stages against the oracle on this GPU over hostile lengths and layouts; a Markdown table.
 
-        When replaying, the newest such comparison of each on record.
+        When replaying, the newest recorded comparison of each.
 
         Raises:
             NoGpuError, OutputError: as `measure`.
@@ -171,9 +171,9 @@ class Lab:
         return tables.checks(lengths, drawn, self.stages)
 
     def check_here(self) -> trial.CpuCheck:
-        """Compare the chosen stages with the oracle on this machine's CPU, under every schedule, and look for races.
+        """Check the chosen stages against the oracle on this CPU, in every warp order, with race detection.
 
-        Small problems of hostile lengths under both masks. Without a C++ compiler nothing runs, and it says so.
+        Small problems of hostile lengths with both masks. Without a C++ compiler the result explains that.
 
         Raises:
             OutputError: the compile cache cannot be written.
@@ -196,9 +196,9 @@ class Lab:
         return trial.CpuCheck(rows=tuple(rows), seconds=seconds)
 
     def check_copy(self, stage_id: str, source: Path, shape: str) -> trial.CpuCheck:
-        """Compare an edited copy of a stage with the oracle on this machine's CPU over shapes that break kernels.
+        """Check an edited copy of a stage against the oracle on this CPU over hostile shapes.
 
-        Of `shape` it takes the head dim alone. It says what it did not try.
+        Only the head dim of `shape` is used. The result lists what was not tried.
 
         Raises:
             UnknownStageError, ParameterError, ShapeError: no such stage, file or shape.
@@ -235,9 +235,9 @@ class Lab:
         return trial.CpuCheck(rows=rows, seconds=seconds, left_out=left_out)
 
     def beside_emulator(self) -> str:
-        """What GPU and emulator made of the same inputs, from the records, as a Markdown table; empty where none is.
+        """Recorded agreement of GPU and emulator on the same inputs, as a Markdown table; empty if not on record.
 
-        Where something is on record, with the run that made it.
+        The run is named below the table.
         """
         lines = [check for check in select.emulated_checks(self.gpu, self.data) if check.stage in self.stages]
         if not lines:
@@ -246,7 +246,7 @@ class Lab:
         return f"{trial.agreement(lines)}\n*{select.sourced(header.gpu.name, runs=[header.run])}*\n"
 
     def counters(self) -> trial.Counted:
-        """The emulator's counters beside Nsight Compute's of the same launches, for the chosen stages."""
+        """The emulator's counters compared with Nsight Compute's for the same launches, for the chosen stages."""
         files = store.files(self.data / self.gpu / "counters")
         if not files:
             error = NoDataError.of(f"Nsight Compute's counters of {self.gpu}", "scripts/counters_ncu.py")
@@ -270,19 +270,19 @@ class Lab:
 
     @cached_property
     def results(self) -> Results:
-        """What is recorded of the GPU on the first kind of inputs; false where nothing is."""
+        """The GPU's selected records on the first kind of inputs; falsy if there are none."""
         return select.load(self.gpu, self.data, self.inputs[:1])
 
     def rows(self, problem: Problem | None = None) -> tuple[Measurement, ...]:
-        """Recorded rows of `problem` (the sources' shape, where None), chosen stages and every peer; may be empty."""
+        """Recorded rows of `problem` (default: the sources' shape) for chosen stages and all peers; may be empty."""
         return self.results.rows(self._on(problem), stage_ids=self.stages)
 
     def beside(self, problem: Problem | None = None) -> tuple[Measurement, ...]:
-        """Libraries that lack the element type of `problem`, in another; see `Results.beside`. May be empty."""
+        """Libraries without the element type of `problem`, in another type; see `Results.beside`. May be empty."""
         return self.results.beside(self._on(problem))
 
     def libraries(self, problem: Problem | None = None) -> frozenset[str]:
-        """The libraries that a percentage at `problem` is of the fastest of; see `Results.libraries`. May be empty."""
+        """The libraries whose fastest is the base of percentages at `problem` (`Results.libraries`); may be empty."""
         of = self._on(problem) or self.results.first
         return self.results.libraries(of.dtype) if of else frozenset()
 
@@ -301,10 +301,10 @@ class Lab:
         return tuple(profile for profile in profiles if profile.stage in self.stages and profile.problem == first)
 
     def show(self, draw: Draw, what: Any, **options: Any) -> None:
-        """Show `draw(what, **options)`, or say that there is nothing to draw.
+        """Show `draw(what, **options)`, or a note that there is no data.
 
         Args:
-            what: `rows()`, `results`, `profiles` or `against_peers()`; what is empty is not drawn.
+            what: `rows()`, `results`, `profiles` or `against_peers()`; not drawn if empty.
         """
         try:
             if not what:
@@ -417,7 +417,7 @@ def settings(
 
 
 def _resolve(source: str, gpu: str, data: Path) -> tuple[Source, str]:
-    """Where the numbers come from, and the GPU's folder name."""
+    """The source of the numbers, and the GPU's folder name."""
     here = gpus.info().slug if source != "replay" and gpus.available() is None else ""
     if source == "measure":
         gpus.require()
@@ -436,7 +436,7 @@ def _resolve(source: str, gpu: str, data: Path) -> tuple[Source, str]:
 
 @contextmanager
 def progress_bar() -> Iterator[Follow]:
-    """A bar below the cell with the time left, gone at the end."""
+    """A progress bar below the cell with the time left, removed at the end."""
     began, shown = time.monotonic(), -math.inf
     display_id = ""
     if "IPython" in sys.modules:  # a cell runs in IPython; importing it first here, in several threads, can deadlock
@@ -481,22 +481,22 @@ def followed(names: Collection[str]) -> Iterator[str]:
 
 
 def compile_stages(jobs: Sequence[Job]) -> tuple[Cubin | CompileError, ...]:
-    """`compiler.compile_many` with a bar."""
+    """`compiler.compile_many` with a progress bar."""
     with progress_bar() as progress:
         return compiler.compile_many(jobs, follow=progress)
 
 
 def machine_here() -> str:
-    """This machine's GPU as a Markdown table, or why there is none."""
+    """This machine's GPU as a Markdown table, or the reason why there is none."""
     why_not = gpus.available()
     if why_not:
-        return f"*This machine has no GPU to use: {why_not}*"
+        return f"*This machine has no usable GPU: {why_not}*"
     facts = gpus.info().record.model_dump()
     return markdown(("this machine", ""), [(key.replace("_", " "), str(value)) for key, value in facts.items()], left=2)
 
 
 def show(item: Chart | str) -> None:
-    """Show a chart, or Markdown, in a notebook; nothing where that is empty."""
+    """Show a chart or Markdown in a notebook; nothing if it is empty."""
     from IPython.display import Markdown, display
 
     if item != "":
@@ -504,7 +504,7 @@ def show(item: Chart | str) -> None:
 
 
 def read_outcome(path: Path, name: str) -> Outcome:
-    """A notebook's result file, checked.
+    """Read and validate a notebook's result file.
 
     Raises:
         ReportError: it is missing, no result file, or another notebook's.

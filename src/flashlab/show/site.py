@@ -28,7 +28,7 @@ from flashlab.show.sweep import Say, run_program, tail
 
 _SITE_TIMEOUT_S = 180.0
 _SHOWN_MIN = 0.3
-"""What a notebook that shows what is on record is taken to need, in minutes."""
+"""Estimated minutes of a notebook that only shows records."""
 
 
 # --- The site ---------------------------------------------------------------------------------------------------------
@@ -42,7 +42,7 @@ def write_pages(
     gpu: str = "",
     failed: Mapping[str, str] | None = None,
 ) -> Path:
-    """Copy the hand-written pages and generate what they take in, anew, in `out`/pages; that folder.
+    """Copy the hand-written pages and regenerate what they include, in `out`/pages, and return that folder.
 
     Args:
         data, executed, gpu, failed: as for `pages.generate`.
@@ -59,7 +59,7 @@ def write_pages(
 
 
 def build_site(out: Path = BUILD, *, config: Path = ROOT / "mkdocs.yml") -> Path:
-    """Build the site of the pages in `out`/pages, strictly, into `out`/site; its index.html.
+    """Build the site from `out`/pages, strictly, into `out`/site; return its index.html.
 
     The configuration that is built, `out`/mkdocs.yml, is the repository's for that folder, and has the pages that
     depend on the registry and on data/ in its navigation: one a stage, one a GPU. The environment's FLASHLAB_SITE_URL
@@ -111,7 +111,7 @@ def build_site(out: Path = BUILD, *, config: Path = ROOT / "mkdocs.yml") -> Path
 
 
 def _lighten(built: Path) -> None:
-    """Take out of a built site what no page asks for, and shorten what tables repeat in every cell."""
+    """Remove files that no page uses from a built site, and shorten markup that tables repeat in every cell."""
     # The theme brings maps of its sources, and search in other languages.
     for path in (built / "assets").rglob("*.map"):
         path.unlink()
@@ -124,7 +124,7 @@ def _lighten(built: Path) -> None:
 
 
 def _expanded(nav: Sequence[Any], after: Mapping[str, Sequence[Mapping[str, str]]]) -> list[Any]:
-    """A navigation with more entries after those pages."""
+    """A navigation with entries added after the given pages."""
     expanded: list[Any] = []
     for entry in nav:
         if isinstance(entry, dict):
@@ -144,7 +144,7 @@ def measuring(gpu: str, *, full: bool = False, stages: str = "") -> tuple[sweep.
 
 
 def showing(gpu: str, *, stages: str = "") -> tuple[sweep.Cell, ...]:
-    """The cells that show what is on record: every notebook that has a page."""
+    """The cells that show the records: every notebook with a page."""
     cells = []
     for notebook in (NOTEBOOKS / f"{name}.ipynb" for name in PAGE_OF):
         given = {"source": "replay", "stages": stages}
@@ -163,7 +163,7 @@ def plan(
     data: Path = DATA,
     out: Path = BUILD,
 ) -> list[dict[str, Any]]:
-    """What `run` would do and how long that may take, a notebook each; raises as it does, and runs nothing."""
+    """The plan of `run` with estimated times, one line per notebook; raises as `run` does, and runs nothing."""
     lab = settings(source=source, gpu=gpu, stages=stages, out=out / "notebooks", data=data)
     cells = measuring(lab.gpu, full=full, stages=stages) if lab.source == "measure" else ()
     shown = sweep.planned(showing(lab.gpu, stages=stages), out / "notebooks", data, flat=True)
@@ -184,9 +184,9 @@ def run(
     say: Say = lambda _: None,
     live: Say = lambda _: None,
 ) -> Path:
-    """The whole report: measure, execute every notebook, generate, build; path of the built index.html.
+    """The whole report: measure, execute every notebook, generate, build; return the built index.html.
 
-    What is measured is `measuring`, on this machine's GPU; nothing where `source` is or comes to `replay`.
+    Measures the cells of `measuring` on this machine's GPU, or nothing if `source` is or resolves to `replay`.
 
     Args:
         source, gpu, stages: the notebooks' parameters, see `notebook.settings`.

@@ -1,11 +1,11 @@
-"""Cells: a notebook, a GPU and parameters. papermill runs each, and one that came to its end is not run again.
+"""Cells: a notebook, a GPU and parameters. papermill runs each, and completed ones are not run again.
 
     notebooks/cells.toml ──▶ cells ──papermill──▶ OUT/<cell>/: the executed notebook, its result file, cell.json
                                      └─ in the notebook ──▶ data/<gpu>/
 
-A report is a sweep of one GPU, and then every notebook once more, showing what there is. On one GPU cells run here, one
-after the other; with Ray they are placed on the GPUs of a machine or a cluster, each alone on one. What was measured is
-in data/ row by row, so a cell that was cut off goes on where it was (`bench.run`).
+A report is a sweep of one GPU, after which every notebook runs again to show the records. On one GPU cells run here,
+one after the other; with Ray they are placed on the GPUs of a machine or a cluster, one per GPU. Measurements are
+written to data/ row by row, so an interrupted cell resumes (`bench.run`).
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ def execute(
 
     Args:
         out: folder for the executed notebook and its result file.
-        parameters: values by names that it has, which `cells_of` sees to; `out` is set here.
-        timeout_s: for the whole notebook; the kernel is stopped when it is over.
-        held: open files that papermill holds as long as it lives: a lock.
+        parameters: values of existing parameters, as `cells_of` ensures; `out` is set here.
+        timeout_s: time limit of the whole notebook, after which its kernel is stopped.
+        held: open files that papermill inherits, to hold a lock while it lives.
 
     Raises:
-        ReportError: it failed, ran out of time or did not come to its end.
+        ReportError: it failed, timed out or did not complete.
         OutputError: `out` cannot be written.
     """
     name = notebook.stem
@@ -112,7 +112,7 @@ def parameters_of(notebook: Path) -> tuple[str, ...]:
 
 
 def _failure(executed: Path) -> str:
-    """The first error in an executed notebook, with its cell; empty where there is none, or no notebook."""
+    """The first error in an executed notebook, with its cell; empty if there is no error or no notebook."""
     import nbformat
 
     with contextlib.suppress(OSError, ValueError):
@@ -127,11 +127,11 @@ def _failure(executed: Path) -> str:
 _running: set[subprocess.Popen[bytes]] = set()
 """Processes of `run_program`."""
 _stopped = threading.Event()
-"""That what runs was ended on purpose: nothing is tried again."""
+"""Set if runs were ended on purpose: nothing is retried."""
 
 
 def run_program(command: Sequence[str], timeout_s: float, *, held: Sequence[int] = ()) -> tuple[int | None, str]:
-    """Exit status (None: stopped at the timeout) and output of a command that reads nothing and runs at the root."""
+    """Exit status (None: timed out) and output of a command without stdin, run at the repository root."""
     # A file, not a pipe: what the command leaves behind may hold a pipe open, and its end is not waited for.
     with tempfile.TemporaryFile("w+", errors="replace") as log:
         process = subprocess.Popen(
@@ -158,7 +158,7 @@ def run_program(command: Sequence[str], timeout_s: float, *, held: Sequence[int]
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and all that it started, kernels too, which lead groups of their own."""
+    """End a process and its descendants, including notebook kernels, which are in separate process groups."""
     if process.poll() is not None:
         return
     below, family = [process.pid], [process.pid]
@@ -190,17 +190,17 @@ class _Entry(Facts):
 
 
 class Cell(Facts):
-    """What is run: a notebook on a GPU with parameters."""
+    """A notebook with parameters, to run on a GPU."""
 
     notebook: Path
     gpu: str
-    """The folder under data/; empty where the notebook takes no `gpu`."""
+    """The folder under data/; empty if the notebook takes no `gpu`."""
     parameters: dict[str, str]
-    """With `source`; without `gpu`, `data` and `out`."""
+    """Including `source`, without `gpu`, `data` and `out`."""
     minutes: float
-    """It is taken to need, until it has run once."""
+    """Estimated minutes, used until it has run once."""
     digests: dict[str, str]
-    """sha256 of what decides its result, by name: the notebook, each kernel it uses, the package's version."""
+    """sha256 of the inputs of its result, by name: the notebook, each kernel it uses, the package's version."""
 
     @property
     def measures(self) -> bool:
@@ -209,13 +209,13 @@ class Cell(Facts):
 
     @property
     def id(self) -> str:
-        """The same whatever the code: a folder name."""
+        """A folder name, independent of the code."""
         key = json.dumps([self.notebook.stem, self.gpu, sorted(self.parameters.items())])
         return "-".join(filter(None, (self.notebook.stem, self.gpu, hashlib.sha256(key.encode()).hexdigest()[:8])))
 
     @property
     def label(self) -> str:
-        """For people."""
+        """Display name."""
         values = (f"{name}={value}" for name, value in self.parameters.items() if name != "source")
         return " ".join([self.notebook.stem, *values, *(["on " + self.gpu] if self.measures else [])])
 
@@ -232,7 +232,7 @@ def cells_of(
         given: parameters of all those notebooks that have them.
 
     Raises:
-        ParameterError: no such file or set, or one that makes no sense.
+        ParameterError: no such file or set, or an invalid one.
     """
     try:
         sets = tomllib.loads(file.read_text(encoding="utf-8"))
@@ -262,7 +262,7 @@ def cells_of(
 
 
 def cell(notebook: Path, gpu: str, parameters: Mapping[str, str], *, minutes: float = 1.0) -> Cell:
-    """One cell, with the digests of what it is made of."""
+    """A cell with the digests of its inputs."""
     known = parameters_of(notebook)
     parameters = ({"source": "measure"} if "source" in known else {}) | dict(parameters)
     chosen = [registry.resolve(name) for name in parameters.get("stages", "").split(",") if name]
@@ -303,29 +303,29 @@ class Ran(Facts):
     seconds: float
     tries: int
     failure: str
-    """Empty where it came to its end."""
+    """Empty if it completed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """How it stands with a cell."""
+    """The state of a cell."""
 
     state: Literal["done", "left", "failed", "running"]
     why: str = ""
-    """Of `left`, what changed since it ran; of `failed`, what went wrong; of `running`, how far it is."""
+    """For `left`, what changed since it ran; for `failed`, the error; for `running`, the progress."""
     seconds: float | None = None
-    """Its last run took; None where there was none."""
+    """Duration of its last run; None if there was none."""
 
     def left_s(self, cell: Cell) -> float:
-        """Seconds it is taken to need."""
+        """Estimated seconds left."""
         return 0.0 if self.state == "done" else self.seconds or 60 * cell.minutes
 
 
 def state(cell: Cell, folder: Path, data: Path = DATA) -> State:
-    """How it stands with a cell whose files are in `folder`.
+    """The state of a cell whose files are in `folder`.
 
-    Done is what came to its end, with a valid result file, of the same notebook, kernels, version
-    and parameters, and whose records are still in `data`.
+    A cell is done if it completed with a valid result file, for the same notebook, kernels, version and parameters, and
+    its records are still in `data`.
     """
     name = cell.notebook.stem
     try:
@@ -357,10 +357,10 @@ def state(cell: Cell, folder: Path, data: Path = DATA) -> State:
 
 @contextlib.contextmanager
 def _alone(cell: Cell, folder: Path, *, make: bool = True) -> Iterator[int]:
-    """Hold a cell for this process and what it starts; the lock goes with the last of them, however they end.
+    """Lock a cell for this process and its children; the lock is released when the last of them ends.
 
     Raises:
-        BlockingIOError: another one holds it.
+        BlockingIOError: another process holds it.
     """
     path = folder / f"{cell.notebook.stem}.lock"
     if not make and not path.is_file():
@@ -386,7 +386,7 @@ def _alone(cell: Cell, folder: Path, *, make: bool = True) -> Iterator[int]:
 def run_cell(
     cell: Cell, folder: Path, data: Path = DATA, *, timeout_s: float | None = None, fresh: bool = False
 ) -> State:
-    """Run a cell, unless it is done or another process runs it; one that measures and fails is tried once more.
+    """Run a cell, unless it is done or another process runs it; a measuring cell that fails is retried once.
 
     Args:
         folder: for its files.
@@ -439,10 +439,10 @@ def run_cell(
 
 
 def planned(cells: Sequence[Cell], folders: Path, data: Path = DATA, *, flat: bool = False) -> list[dict[str, Any]]:
-    """How it stands with cells: notebook, gpu, parameters, state, why, minutes and cost of each; nothing is run.
+    """The states of cells: notebook, gpu, parameters, state, why, minutes and cost of each; nothing is run.
 
-    Minutes are what it took where it is done, else what it is taken to need; the cost is theirs in dollars, by
-    `prices`, None where nothing says. Arguments as `run` takes them.
+    Minutes are measured if the cell is done, else estimated; their cost is in dollars, by `prices`, None if unknown.
+    Arguments are those of `run`.
     """
     price, rows = prices(cells, data), []
     for cell in cells:
@@ -456,7 +456,7 @@ def planned(cells: Sequence[Cell], folders: Path, data: Path = DATA, *, flat: bo
 
 
 def prices(cells: Iterable[Cell], data: Path = DATA) -> dict[str, float]:
-    """Dollars for an hour of each GPU: `FLASHLAB_USD_PER_GPU_HOUR`, else what its newest record says; may be empty."""
+    """Price of each GPU, US dollars per hour: `FLASHLAB_USD_PER_GPU_HOUR`, else its newest record's; may be empty."""
     now = (provenance.start() or {}).get("usd_per_gpu_hour")
     usd_per_hour = {}
     for gpu in {cell.gpu for cell in cells if cell.measures}:
@@ -470,17 +470,17 @@ def prices(cells: Iterable[Cell], data: Path = DATA) -> dict[str, float]:
 
 
 def gpus_here() -> dict[str, int]:
-    """How many GPUs of each kind this process sees, by their folder under data/; may be empty."""
+    """Number of visible GPUs of each model, by folder under data/; may be empty."""
     return dict(Counter(gpus.info(index).slug for index in range(gpus.device_count())))
 
 
 def place(cells: Iterable[Cell], available: Mapping[str, int]) -> None:
-    """Raises `NoGpuError` where a cell wants a GPU that nobody has; the message says what is there."""
+    """Raise `NoGpuError` if a cell needs a GPU that is not available; the message lists the available ones."""
     wanted = {cell.gpu for cell in cells if cell.measures}
     if missing := sorted(name or "any GPU" for name in wanted if not available.get(name)):
         has = ", ".join(f"{count} {name}" for name, count in available.items() if count) or "no GPU"
         raise NoGpuError(
-            f"wanted {', '.join(missing)}, found {has}. `gpu` in the file of cells, or --gpu, names one that is there"
+            f"wanted {', '.join(missing)}, found {has}. `gpu` in the file of cells, or --gpu, names an available one"
         )
 
 
@@ -497,9 +497,9 @@ def run(
     say: Say = lambda _: None,
     live: Say = lambda _: None,
 ) -> dict[str, State]:
-    """Run cells: those that measure each alone on a GPU, then the others, two at a time; how each ended, by its id.
+    """Run cells: measuring ones alone on a GPU each, then the others, two at a time; the results by cell id.
 
-    One that fails costs itself. What ends this process ends what it runs; a later call goes on.
+    A failure does not affect other cells. Interrupting this process ends its children; a later call resumes.
 
     Args:
         folders: has a folder of each cell's files; with `flat` it is the folder of them all, for cells of different
@@ -563,7 +563,7 @@ def _said(ended: State) -> str:
 
 
 def _progress(folder: Path) -> tuple[str, float | None]:
-    """How far the notebook is that writes into a folder, and seconds left; empty and None where it does not say."""
+    """Progress of the notebook that writes into a folder, and seconds left; empty and None if unknown."""
     try:
         said = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
         return f"{said['done']} of {said['total']}, {said['text']}", said["left_s"]
@@ -572,21 +572,21 @@ def _progress(folder: Path) -> tuple[str, float | None]:
 
 
 class _OnRay(futures.Executor):
-    """Ray's tasks, each with a GPU of its cell's kind."""
+    """An executor of Ray tasks, each on a GPU of its cell's model."""
 
     def __init__(self, ray: Any) -> None:
         self._ray = ray
         self._refs: list[Any] = []
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **options: Any) -> futures.Future[Any]:
-        """Have `fn` called; its first argument is a cell."""
+        """Submit a call of `fn`, whose first argument is a cell."""
         task = self._ray.remote(num_gpus=1, resources={args[0].gpu: 1}, max_retries=1)(fn)
         self._refs.append(task.remote(*args, **options))
         job: futures.Future[Any] = self._refs[-1].future()
         return job
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Nothing more comes; with `cancel_futures`, end what runs."""
+        """Shut down; with `cancel_futures`, cancel running tasks."""
         for ref in self._refs if cancel_futures else ():
             self._ray.cancel(ref)
 
@@ -636,7 +636,7 @@ def with_ray(address: str, available: Mapping[str, int] | None = None) -> Iterat
 
 
 def ray_gpus(ray: Any) -> dict[str, int]:
-    """How many GPUs of each kind Ray's cluster has: its custom resources that are named as folders under data/."""
+    """Number of GPUs of each model in Ray's cluster: its custom resources named like folders under data/."""
     return {
         name: int(count)
         for name, count in ray.cluster_resources().items()
