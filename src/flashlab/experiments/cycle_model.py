@@ -38,7 +38,7 @@ Order = Literal["free-running", "ping-pong"]
 LANES = 128
 """Instructions times threads that an SM issues per cycle: four schedulers, a warp of 32 each."""
 SMEM_BYTES = 128
-"""That shared memory delivers per cycle."""
+"""Bytes per cycle of shared memory."""
 GROUP_ROWS = 64
 """Query rows of a warpgroup's wgmma."""
 GROUP_THREADS = 128
@@ -61,45 +61,45 @@ stage that has no entry is as its parent, and those before the first are not des
 
 
 class Speeds(NamedTuple):
-    """Scores per cycle of softmaxes on an SM together, by how many groups of four warps are at it."""
+    """Scores per cycle of all softmaxes on an SM, by the number of groups of four warps in it."""
 
     alone: Mapping[int, float]
     beside: Mapping[int, float]
-    """While GEMMs run."""
+    """The same while GEMMs run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """What an SM of one GPU does; instructions are counted by thread."""
+    """Rates of an SM of one GPU; instructions are counted per thread."""
 
     sm_count: int
     clock_mhz: float
     wgmma: float
     """FLOP per cycle."""
     mma_sync: float | None
-    """FLOP per cycle of mma.sync; None where their ceiling was not measured."""
+    """FLOP per cycle of mma.sync; None if the ceiling was not measured."""
     fma: float
     """FFMA per cycle."""
     alu: float
     """FMNMX per cycle."""
     exp2: float
     shared: float
-    """Products' share of their rate plus FFMA's of theirs, when both run at once; 1 where they exclude each other."""
+    """Sum of the shares of their rates that GEMMs and FFMA reach concurrently; 1 if they exclude each other."""
     alu_beside: float
     """FMNMX per cycle while GEMMs run."""
     exp2_beside: float
     softmax: Speeds
     softmax_without_max: Speeds
     gemm_latency: float
-    """Cycles from issuing the first of some wgmma to the end of the last, beyond those that they take."""
+    """Cycles from issuing the first of some wgmmas to the end of the last, beyond their own cycles."""
     wait: float
-    """Cycles of asking an mbarrier whose phase is complete."""
+    """Cycles of testing an mbarrier whose phase is complete."""
     copy: float
     """Cycles of a copy of 16 KiB from L2, issue to arrival."""
 
 
 def rates_of(readings: Mapping[str, ChipReading], ceilings: Mapping[str, schema.Ceiling] | None = None) -> Rates:
-    """The model's rates from readings of the chip, and ceilings where there are any.
+    """The model's rates from micro-benchmark readings, and from ceilings if given.
 
     Raises:
         NoDataError: a reading is missing.
@@ -154,65 +154,65 @@ def rates_of(readings: Mapping[str, ChipReading], ceilings: Mapping[str, schema.
 
 @dataclass(frozen=True, kw_only=True)
 class Kernel:
-    """What the model must know of a kernel."""
+    """The model's parameters of a kernel."""
 
     stage: str
     order: Order
     head_dim: int
     keys: int
-    """A tile."""
+    """Keys per tile."""
     group_rows: int
     """Query rows of a group of four warps."""
     groups: int
-    """A block."""
+    """Groups per block."""
     blocks: int
-    """On an SM at once."""
+    """Resident blocks per SM."""
     uses_wgmma: bool
-    """wgmma; else mma.sync."""
+    """Whether it uses wgmma; else mma.sync."""
     rescales: bool = True
-    """Whether the output is multiplied at every tile."""
+    """Whether the output is rescaled at every tile."""
     sums_by_gemm: bool = False
     """Whether the row sums are a column of the PV GEMM."""
     adds: bool = True
-    """Whether the FP32 pipe adds up the rows."""
+    """Whether the FP32 pipe computes the row sums."""
     maxima: bool = True
     """Whether every score is compared with its row's maximum."""
     persistent: bool = False
     overlaps: bool = False
-    """Whether P·V of a tile is under way during a softmax of the same group."""
+    """Whether the PV GEMM of a tile runs during a softmax of the same group."""
     interleaved: int = 1
     """Steps of a tile, each with its part of both GEMMs beside the exponentials of the next; 1: the tile is whole."""
     waits: bool = True
-    """Whether a group asks an mbarrier for each tile of K and V."""
+    """Whether a group tests an mbarrier for each tile of K and V."""
 
     @property
     def tile_rows(self) -> int:
-        """Query rows of a block."""
+        """Query rows per block."""
         return self.group_rows * self.groups
 
     @property
     def flops(self) -> float:
-        """Of both GEMMs, per score."""
+        """FLOP of both GEMMs per score."""
         return 4.0 * self.head_dim + (2.0 * 8 if self.sums_by_gemm else 0.0)
 
     @property
     def fma(self) -> float:
-        """Instructions of the FP32 pipe a score: scale and subtract, sum, and the output's share of a rescale."""
+        """Instructions of the FP32 pipe per score: scale and subtract, sum, and the output's share of a rescale."""
         return 1.0 + self.adds + (self.head_dim / self.keys if self.rescales else 0.0)
 
     @property
     def alu(self) -> float:
-        """Instructions of the ALU pipe a score: maximum, half a pack."""
+        """Instructions of the ALU pipe per score: maximum, half a pack."""
         return 0.5 + self.maxima
 
     @property
     def smem_bytes(self) -> float:
-        """That warps load a score as fragments of K and V; a wgmma reads its operands itself, within its cycles."""
+        """Bytes per score that warps load as fragments of K and V; wgmma reads its operands within its own cycles."""
         return 0.0 if self.uses_wgmma else 2.0 * 2 * self.head_dim / (self.group_rows / 4)
 
     @property
     def issued(self) -> float:
-        """Instructions a score, all of them, by thread."""
+        """All instructions per score and thread."""
         own = self.fma + self.alu + 1.0
         if self.uses_wgmma:
             return own
@@ -227,7 +227,7 @@ def _gemm_rate(kernel: Kernel, rates: Rates) -> float:
 
 
 def floor(kernel: Kernel, rates: Rates) -> dict[str, float]:
-    """Cycles per score of one SM that each unit asks for, by its name for people: no order of steps passes the largest.
+    """Cycles per score that each unit of an SM needs, by display name; the largest bounds every schedule.
 
     Raises:
         NoDataError: it uses mma.sync, of whose rate there is no ceiling on record.
@@ -243,20 +243,20 @@ def floor(kernel: Kernel, rates: Rates) -> dict[str, float]:
 
 
 def _beside(amount: float, rate: float, rate_beside: float, gemms: float) -> float:
-    """Cycles of `amount` at `rate`, or at `rate_beside` for as long as GEMMs run, which is `gemms` cycles."""
+    """Cycles of `amount` at `rate`, or at `rate_beside` while GEMMs run, for `gemms` cycles."""
     if amount <= rate_beside * gemms:
         return amount / rate_beside
     return gemms + (amount - rate_beside * gemms) / rate
 
 
 class Step(NamedTuple):
-    """What a group does next."""
+    """A step of a group of four warps."""
 
     kind: Literal["issue", "wait", "softmax", "pause", "take turn", "pass turn"]
     amount: float = 0.0
     """Cycles of the tensor cores, scores of a softmax, or cycles of a pause."""
     name: str = ""
-    """Of the GEMM that is issued or waited for."""
+    """Name of the GEMM issued or waited for."""
 
 
 def steps_of(kernel: Kernel, rates: Rates) -> tuple[Step, ...]:
@@ -291,17 +291,17 @@ def steps_of(kernel: Kernel, rates: Rates) -> tuple[Step, ...]:
 
 
 class Moment(NamedTuple):
-    """What goes on unchanged on an SM between two events."""
+    """The activity of an SM between two events."""
 
     start: float
     stop: float
-    """In cycles."""
+    """Both ends in cycles."""
     gemms: tuple[tuple[int, str], ...]
     """Groups that share the tensor cores equally, each with its GEMM's name."""
     softmaxes: tuple[int, ...]
-    """Groups in their softmax."""
+    """Groups in a softmax."""
     rate: float
-    """Scores per cycle of these together."""
+    """Scores per cycle of all these softmaxes."""
 
 
 WARM_TILES, TILES = 16, 64
@@ -309,14 +309,14 @@ WARM_TILES, TILES = 16, 64
 
 @dataclass
 class _Group:
-    """A group of four warps on its way through its steps."""
+    """The state of a group of four warps."""
 
     left: float
-    """Of the step that it is at."""
+    """Amount left of the current step."""
     at: int = 0
     tiles: int = 0
     gemms: list[tuple[str, float]] = field(default_factory=list)
-    """That it issued and that are not done: name and cycles left."""
+    """GEMMs in flight: name and cycles left."""
 
 
 def _loop(kernel: Kernel, rates: Rates, apart: float = 1.0) -> Iterator[tuple[Moment, Sequence[int]]]:
@@ -335,7 +335,7 @@ def _loop(kernel: Kernel, rates: Rates, apart: float = 1.0) -> Iterator[tuple[Mo
     groups = [_Group(left=takes(steps[0]) + apart * index) for index in range(kernel.groups * kernel.blocks)]
 
     def passes(index: int) -> bool:
-        """Do what takes no time; whether there was any such step."""
+        """Execute steps that take no time; return whether there were any."""
         group, step = groups[index], steps[groups[index].at]
         if step.kind == "issue":
             group.gemms.append((step.name, step.amount))
@@ -385,7 +385,7 @@ def _loop(kernel: Kernel, rates: Rates, apart: float = 1.0) -> Iterator[tuple[Mo
 
 
 def _rest(left: float, done: float) -> float:
-    """What is left, 0 where rounding is all that is."""
+    """The amount left, with rounding errors set to 0."""
     return left - done if left - done > 1e-6 else 0.0
 
 
@@ -423,20 +423,20 @@ def moments_of(kernel: Kernel, rates: Rates) -> list[Moment]:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What the model says of a kernel on a problem."""
+    """The model's prediction for a kernel on a problem."""
 
     kernel: Kernel
     problem: Problem
     floor: Mapping[str, float]
     cycles_per_score: float
-    """Of the whole call, as `records.cycles_per_score` counts them."""
+    """Cycles per score of the whole call, defined as `schema.cycles_per_score`."""
     clock_mhz: float
-    """That the rate is given at."""
+    """Clock of the rate."""
     tflops: float
     clock_measured: bool
-    """Whether `clock_mhz` is that of the measurement that it is compared with."""
+    """Whether `clock_mhz` is the clock of the measurement."""
     measured_cycles: float | None
-    """Cycles per score of that measurement; None where there is none."""
+    """Measured cycles per score; None if not measured."""
     measured_tflops: float | None
 
 
@@ -493,7 +493,7 @@ def _computed(problem: Problem, rows: int, keys: int) -> float:
 def kernel_of(
     stage_id: str, head_dim: int, parameters: Mapping[str, int], blocks_per_sm: int | None = None
 ) -> Kernel | None:
-    """What the model must know of a stage with these tunables; None for one that it does not describe.
+    """The model's parameters of a stage with these tunables; None for a stage that it does not describe.
 
     Args:
         blocks_per_sm: resident on an SM, as the driver counts them; where None as many as MIN_BLOCKS asks the compiler
@@ -529,7 +529,7 @@ def kernel_of(
 
 
 def _described(stage_id: str | None) -> dict[str, bool] | None:
-    """What a stage has of `_DESCRIBED`, its own and its ancestors'; None where that is nothing."""
+    """A stage's entries of `_DESCRIBED`, its own and its ancestors'; None if there are none."""
     if stage_id is None or (stage := registry.get(stage_id)).language != "cuda":
         return None
     inherited = _described(stage.parent)
@@ -538,7 +538,7 @@ def _described(stage_id: str | None) -> dict[str, bool] | None:
 
 
 def described() -> tuple[str, ...]:
-    """The stages that the model describes, in the ladder's order, those that once stood on it beside their kin."""
+    """The stages that the model describes, in the ladder's order, including retired ones."""
     return tuple(sorted((name for name in registry.RUNGS if _described(name)), key=lambda name: name[:2]))
 
 
@@ -547,7 +547,7 @@ PROBLEMS = tuple(Problem.parse(f"16x16x2048x{head_dim}", mask=mask) for head_dim
 
 
 def predict_loop(reading: ChipReading, rates: Rates) -> float | None:
-    """The time of a loop that was measured (group `loop`) by the model, cycles per score; None where it cannot tell."""
+    """Predicted cycles per score of a measured loop (group `loop`); None if the model does not cover it."""
     case = reading.defines
     if (
         reading.group != "loop"
@@ -575,7 +575,7 @@ def predict_loop(reading: ChipReading, rates: Rates) -> float | None:
 
 
 def compare(gpu: str, data: Path = DATA) -> list[Prediction]:
-    """The prediction for every stage on the first shape, beside its measurement.
+    """The prediction for every stage at the problems of the pages, with its measurement.
 
     The measurement is the one that the other pages show; of a stage that they do not show there, the newest one. It
     counts with the tunables and the resident blocks it was made with: those are what is predicted where

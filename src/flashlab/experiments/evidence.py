@@ -1,4 +1,4 @@
-"""What the records of a GPU say about each claim: our numbers, their intervals, and where they come from.
+"""Evidence for each claim from a GPU's records: our numbers, their intervals and sources.
 
 ledger.toml says for each claim which stage, library or machine code is the comparable one, which quantity of it, and
 in what words. A quantity is a function here that takes the rows it needs from the records and makes numbers of them. It
@@ -38,7 +38,7 @@ from flashlab.show import tables
 
 FIRST = Problem.parse(FIRST_SHAPE)
 FASTEST = "fastest"
-"""In place of a name: the fastest stage of the ladder, of those that the condition after a colon holds for."""
+"""In place of a name: the fastest stage of the ladder, of those that meet the condition after a colon."""
 
 Count = Literal["registers", "smem_kb", "smem_limit_kb", "spilled_bytes", "smem_instructions", "branches"]
 
@@ -55,7 +55,7 @@ class Entry(Facts):
 
     quantity: str
     of: tuple[tuple[str, ...], ...] = ()
-    """Names, those of one run together."""
+    """Names, grouped by run."""
     shape: str = FIRST_SHAPE
     dtype: DType = "float16"
     axis: str = ""
@@ -95,12 +95,12 @@ class Entry(Facts):
 
     @property
     def operands(self) -> tuple[str, ...]:
-        """Every name in `of`, in its order."""
+        """Every name in `of`, in order."""
         return tuple(name for group in self.of for name in group)
 
 
 def split(operand: str) -> tuple[str, dict[str, int]]:
-    """`ID[NAME=VALUE,…]` as the id and the values; none where there are no brackets."""
+    """`ID[NAME=VALUE,…]` as the id and the values, which are empty without brackets."""
     return operand.partition("[")[0], registry.variant_in(operand)
 
 
@@ -111,13 +111,13 @@ def is_stage(name: str) -> bool:
 
 @cache
 def facts() -> Mapping[str, Any]:
-    """What ledger.toml holds."""
+    """Contents of ledger.toml."""
     return table(__file__, "ledger")
 
 
 @cache
 def entries() -> Mapping[str, Entry]:
-    """What speaks to each claim, by the claim's id."""
+    """The evidence entries by claim id."""
     return {name: Entry.model_validate(fields) for name, fields in facts()["claims"].items()}
 
 
@@ -161,7 +161,7 @@ Starts = Sequence[Sequence[Row]]
 
 
 def times_us(row: Row) -> Sequence[float]:
-    """A row's samples, microseconds a call; hot bursts where there are several kinds. Empty where there are none."""
+    """A row's samples, microseconds per call; hot bursts if there are several kinds. May be empty."""
     if isinstance(row, Call):
         return row.time_us
     samples = row.samples_of() if isinstance(row, Timed) else row.samples
@@ -169,17 +169,17 @@ def times_us(row: Row) -> Sequence[float]:
 
 
 def name_of(row: Row) -> str:
-    """The stage or library that a record is of, or the ceiling."""
+    """A record's stage, library or ceiling."""
     return str(row.stage if hasattr(row, "stage") else row.name)
 
 
 def median_us(row: Row) -> float:
-    """Median burst of what was checked and timed, microseconds; NaN of any other record."""
+    """Median burst time of a checked and timed record, microseconds; else NaN."""
     return (select.median_us(row) if isinstance(row, Timed) else None) or math.nan
 
 
 class Records:
-    """All that is on record of one GPU, on normal inputs."""
+    """All records of one GPU on normal inputs."""
 
     def __init__(self, gpu: str, data: Path = DATA) -> None:
         self.gpu = gpu
@@ -187,7 +187,7 @@ class Records:
         self._others: dict[str, Records] = {}
 
     def of_gpu(self, gpu: str) -> Records:
-        """What is on record of a GPU, of this one or another, beside it in the same folder."""
+        """The records of a GPU, this one or another, in the same folder."""
         return self if gpu == self.gpu else self._others.setdefault(gpu, Records(gpu, self.data))
 
     def rows(self, folder: str) -> list[Row]:
@@ -197,23 +197,23 @@ class Records:
         return [record for record, problem in of if problem.inputs == NORMAL and not problem.features]
 
     def place(self, record: Row) -> str:
-        """Where a record lies: `nvidia-h200/runs/….jsonl:12`."""
+        """A record's file and line: `nvidia-h200/runs/….jsonl:12`."""
         lines = store.lines(self.gpu, store.FOLDERS[type(record)], self.data)
         line = next(line for line in lines if line.path.stem == record.run and line.record == record)
         return f"{line.path.relative_to(self.data).as_posix()}:{line.number}"
 
     @cached_property
     def measurements(self) -> list[Row]:
-        """Stages, dead ends and libraries, oldest first; not a stage's second row, with the log-sum-exp on."""
+        """Stages, dead ends and libraries, oldest first, without rows of stages that write the log-sum-exp."""
         return [row for row in self.rows("runs") if isinstance(row, Measurement) and not row.with_lse]
 
     @cached_property
     def timed(self) -> list[Row]:
-        """Those of `measurements` that are right and have a time."""
+        """`measurements` with a passed verdict and a time."""
         return [row for row in self.measurements if row.status == "ok" and times_us(row)]
 
     def fastest(self, problem: Problem, condition: str = "") -> Row:
-        """The fastest stage of the ladder that a condition holds for."""
+        """The fastest stage of the ladder that meets a condition."""
         rows = select.select([row for row in self.measurements if row.problem == problem], {}, select.LADDER)
         timed = (row for row in rows if row.status == "ok" and times_us(row))
         able = [row for row in timed if row.name in registry.RUNGS and CONDITIONS[condition](row)]
@@ -281,7 +281,7 @@ def newest(rows: Iterable[Row], names: Sequence[str], command: str) -> Sequence[
 
 
 def _bench(problem: Problem, names: Sequence[str]) -> str:
-    """The command that times those stages and libraries at a problem."""
+    """The command that times the stages and libraries at a problem."""
     libraries = [name for name in names if name in peers.PEERS]
     stages = [name for name in names if name not in libraries]
     dtype = "" if problem.dtype == "float16" else f" --dtype {problem.dtype}"
@@ -294,19 +294,19 @@ def _bench(problem: Problem, names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the records say about one claim; a quantity fills the first three fields, and `find` the others."""
+    """The evidence for one claim; a quantity sets the first three fields, and `find` the others."""
 
     numbers: tuple[Estimate, ...]
-    """One for each claimed number."""
+    """One number per claimed number."""
     rows: Sequence[Row] = ()
-    """The records that they come from; none where they were computed or compiled."""
+    """Their records; none if they were computed or compiled."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """What else stands in braces in an entry's text and note."""
+    """Further placeholder values of an entry's text and note."""
     _: KW_ONLY
     text: str = ""
-    """What was measured or computed, for people."""
+    """Description of what was measured or computed."""
     beside: str = ""
-    """What else is worth saying; empty for nothing."""
+    """A note; may be empty."""
     stages: tuple[str, ...] = ()
     """Stages and dead ends that it is about."""
 
@@ -318,7 +318,7 @@ an entry has no text; and its function."""
 
 
 def _quantity(text: str = "", *, of_its_gpu: bool = True) -> Callable[[Evaluator], Evaluator]:
-    """Registers a function as a quantity of its name."""
+    """Register a function as the quantity of its name."""
 
     def register(evaluate: Evaluator) -> Evaluator:
         QUANTITIES[evaluate.__name__] = (of_its_gpu, text, evaluate)
@@ -328,7 +328,7 @@ def _quantity(text: str = "", *, of_its_gpu: bool = True) -> Callable[[Evaluator
 
 
 class _Text(string.Formatter):
-    """Numbers with three significant digits, unless the text asks for a format."""
+    """Numbers with three significant digits, unless the text specifies a format."""
 
     def format_field(self, value: Any, format_spec: str) -> str:
         as_number = isinstance(value, float) and not format_spec
@@ -424,7 +424,7 @@ def rate(records: Records, entry: Entry) -> Finding:
 
 @_quantity("{0} at {problem}")
 def time(records: Records, entry: Entry) -> Finding:
-    """Microseconds of a call of each name, over `per`."""
+    """Microseconds per call of each name, divided by `per`."""
     groups = [records.named(entry, group) for group in entry.of]
     each = [[(row,) for row in of_name] for starts in groups for of_name in zip(*starts, strict=True)]
     return Finding(tuple(_over(np.median, starts).scaled(1 / entry.per) for starts in each), _rows(groups))
@@ -436,14 +436,14 @@ QUANTITIES["call_time"] = (True, "", time)
 
 @_quantity("{1} over {slower} at {problem}")
 def speedup(records: Records, entry: Entry) -> Finding:
-    """Of each pair, how many times faster the second is."""
+    """Speed-up of the second of each pair over the first."""
     pairs = [records.named(entry, group) for group in entry.of]
     return Finding(tuple(_over(ratio_of_medians, starts) for starts in pairs), _rows(pairs))
 
 
 @_quantity("{1} over {0}, of separate runs on the same start, at {problem}")
 def speedup_across(records: Records, entry: Entry) -> Finding:
-    """How many times faster the second name is than the first, where no run interleaved them but starts timed both."""
+    """Speed-up of the second name over the first, not interleaved in one run but timed on the same starts."""
     stage, other = entry.operands
     command = f"flashlab ablate {entry.axis} && {_bench(entry.problem, (stage,))}"
     try:
@@ -459,7 +459,7 @@ def speedup_across(records: Records, entry: Entry) -> Finding:
 
 @_quantity()
 def causal_speedup(records: Records, entry: Entry) -> Finding:
-    """A stage without a mask over the same under a causal one."""
+    """Ratio of a stage's non-causal time to its causal time."""
     problems = [Problem.parse(entry.shape, mask=mask) for mask in MASKS]
     ours = [row for row in records.timed if row.name in entry.operands and row.problem in problems]
     starts = by_start(ours, lambda row: row.problem, problems, _bench(entry.problem, entry.operands))
@@ -468,7 +468,7 @@ def causal_speedup(records: Records, entry: Entry) -> Finding:
 
 @_quantity()
 def time_shares(records: Records, entry: Entry) -> Finding:
-    """Percent of a stage's time that goes when a part of its work is left out, for each part."""
+    """Percent of a stage's time saved by leaving out each part of its work."""
     starts = records.named(entry, entry.operands)
 
     def share(whole_us: Any, without_us: Any, axis: int) -> Any:
@@ -513,7 +513,7 @@ def _sheet(gpu: str) -> roofline.Datasheet:
 
 
 def _profiles(records: Records, problem: Problem, names: Sequence[str], *fields: str) -> Sequence[Row]:
-    """The newest profile of each stage that has those fields."""
+    """The newest profile of each stage with the given fields."""
     at_problem = (row for row in records.rows("profiles") if row.problem == problem)
     rows = [row for row in at_problem if all(getattr(row, field) for field in fields)]
     return newest(rows, names, f"flashlab profile {names[0]}")
@@ -521,14 +521,14 @@ def _profiles(records: Records, problem: Problem, names: Sequence[str], *fields:
 
 @_quantity()
 def sectors_per_request(records: Records, entry: Entry) -> Finding:
-    """Sectors that a request to load from global memory takes, of each stage."""
+    """Sectors per global load request of each stage."""
     rows = _profiles(records, entry.problem, entry.operands, "load_sectors")
     return Finding(_exact(*(row.load_sectors for row in rows)), rows)
 
 
 @_quantity()
 def utilization(records: Records, entry: Entry) -> Finding:
-    """Percent of the tensor cores' and of device memory's peak, as Nsight Compute saw the fastest stage."""
+    """Percent of the tensor cores' and of device memory's peak in the profile of the fastest stage."""
     name = records.fastest(entry.problem).name
     (row,) = _profiles(records, entry.problem, (name,), "tensor_percent", "dram_bytes", "time_us")
     tb_s = row.dram_bytes / row.metrics["gpu__time_duration.sum"] / 1e3
@@ -538,14 +538,14 @@ def utilization(records: Records, entry: Entry) -> Finding:
 
 @_quantity(of_its_gpu=False)
 def absolute_error(records: Records, entry: Entry) -> Finding:
-    """The largest error of the newest result that was compared, right or wrong."""
+    """The largest error of the newest checked result, passed or not."""
     rows = _judged(records, entry.problem)
     (row,) = newest(rows, entry.operands, _bench(entry.problem, entry.operands))
     return Finding(_exact(row.verdict.max_abs_error), (row,))
 
 
 def _judged(records: Records, problem: Problem) -> list[Row]:
-    """What was compared with the oracle at a problem, right or wrong."""
+    """Results checked against the oracle at a problem, passed or not."""
     compared = (row for row in records.measurements if row.problem == problem and row.verdict)
     return [row for row in compared if row.verdict.max_abs_error is not None]
 
@@ -582,7 +582,7 @@ compute capability."""
 
 
 def _counts(cubin: compiler.Cubin) -> dict[str, float]:
-    """What is counted of a stage's machine code; branches are jumps under a condition in the kernel's own code."""
+    """Counts of a stage's machine code; branches are conditional jumps in the kernel's own code."""
     assert cubin.launch_shape is not None
     instructions = sass.disassemble(cubin.code, cubin.entry)
     jumps = sass.branches(instructions)

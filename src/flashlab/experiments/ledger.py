@@ -1,4 +1,4 @@
-"""The ledger: what the source documents claim, by which rule each claim is judged, and what the records say.
+"""The ledger: claims of the source documents, the rule for each, and the verdicts from the records.
 
     data/claims.csv               the claims, each in its document's words, with what we add to them, and its rule
     data/<gpu>/verdicts.json      the verdicts, `flashlab claims --write`
@@ -64,9 +64,9 @@ VERDICTS = "verdicts.json"
 
 Kind = Literal["confirmed", "undecided", "inaccurate", "refuted", "not_comparable", "needs_hardware", "pending"]
 KINDS: Mapping[Kind, str] = {kind: said["meaning"] for kind, said in facts()["verdicts"].items()}
-"""Verdicts, and what each means; the least favourable to a claim of several numbers comes last."""
+"""Verdicts with their meanings, the least favourable last, for claims of several numbers."""
 FEW_STARTS = 3
-"""What was measured on fewer starts of a machine says so."""
+"""Numbers from fewer starts of a machine are marked."""
 
 
 # --- What is claimed --------------------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ FEW_STARTS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Range:
-    """A claimed number; `low` and `high` are the same unless the claim gives a range."""
+    """A claimed number; `low` and `high` are equal unless the claim gives a range."""
 
     low: float
     high: float
@@ -84,7 +84,7 @@ class Range:
 
     @classmethod
     def parse(cls, text: str) -> Range:
-        """A number, or two joined by a hyphen; a ValueError where it is neither."""
+        """Parse a number, or two joined by a hyphen; raises ValueError otherwise."""
         match = re.fullmatch(rf"({_NUMBER})(?:-({_NUMBER}))?", text)
         if match is None:
             raise ValueError(f"wanted a number, or two joined by a hyphen, got {text!r}")
@@ -96,12 +96,12 @@ _NUMBER = r"\d+(?:\.\d+)?(?:e-?\d+)?"
 
 Condition = Literal["gpu", "shape", "dtype", "mask", "kernel", "measure", "number"]
 CONDITIONS: Mapping[Condition, str] = facts()["conditions"]
-"""What a claim can hold under, and its name for people. A `number` that we add is none that the document gives."""
+"""Conditions of claims, with display names. A `number` that we add is not in the document."""
 _ELLIPSIS = " … "
 
 
 class Stated(Facts):
-    """A condition as the document states it."""
+    """A condition stated by the document."""
 
     text: str
     lines: tuple[int, ...]
@@ -109,7 +109,7 @@ class Stated(Facts):
 
 
 class Claim(Facts):
-    """One line of data/claims.csv: what a document says, apart from what we add so that it can be tested.
+    """One line of data/claims.csv: a document's claim, separate from what we add to make it testable.
 
     A condition may be both stated and added to: a document names a model, and the number of its layers is ours.
     """
@@ -117,17 +117,17 @@ class Claim(Facts):
     id: str
     """A letter for the document and a number."""
     source: str
-    """Title of the document, and the section that makes the claim."""
+    """Title of the document, and the section of the claim."""
     lines: Annotated[tuple[int, ...], BeforeValidator(str.split)]
     """Of the document, one for each part of the quote."""
     quote: Annotated[tuple[str, ...], BeforeValidator(lambda text: [*filter(None, text.split(_ELLIPSIS))])]
     """The document's words, in the file joined by an ellipsis; without its markup, and with single spaces."""
     claim: str
-    """In our words."""
+    """The claim in our words."""
     value: str
     """As the document has it, or as `adds` says of it; empty where there is no number."""
     unit: str
-    """Of each number, joined by a slash where they differ."""
+    """Units of the numbers, joined by a slash if they differ."""
     states: Mapping[Condition, Stated]
     """Conditions that the document states: in the file `gpu: H100 @4; shape: …`, with the lines that say so."""
     adds: Mapping[Condition, str]
@@ -136,7 +136,7 @@ class Claim(Facts):
     """Why we add them, and where what is judged is not what the document has; empty where nothing is added."""
     how_to_test: str
     not_comparable: str
-    """Why nothing here can judge it, in a sentence or two; empty where something can."""
+    """Why it cannot be judged here, in a sentence or two; empty if it can."""
     rule: str
     """Name of one of `RULES`."""
 
@@ -151,18 +151,18 @@ class Claim(Facts):
 
     @property
     def gpu(self) -> str:
-        """The model that the claim is about: as the document states it, else as we add it."""
+        """The GPU model of the claim: as stated by the document, else as added by us."""
         return self.states["gpu"].text if "gpu" in self.states else self.adds["gpu"]
 
     @property
     def attribution(self) -> dict[str, object]:
-        """What the document says and what we add, as `flashlab claims --json` prints it."""
+        """The claim and our additions, as printed by `flashlab claims --json`."""
         whose = self.model_dump(mode="json", include={"lines", "states", "why"})
         return {"quote": _ELLIPSIS.join(self.quote), "assumptions": dict(self.adds), **whose}
 
     @cached_property
     def numbers(self) -> tuple[Range | None, ...]:
-        """The claimed numbers; a single None where there is none."""
+        """The claimed numbers; a single None if there are none."""
         return tuple(map(Range.parse, self.value.split("/"))) if self.value else (None,)
 
     @property
@@ -173,14 +173,14 @@ class Claim(Facts):
 
     @property
     def claimed(self) -> str:
-        """The numbers and their unit, for people; empty where there is none."""
+        """The numbers with their units to display; empty if there are none."""
         unit = "/".join(dict.fromkeys(self.unit.split("/"))) if len(self.numbers) > 1 else self.unit
         value = self.value.replace("-", "–").replace("e–", "e-")
         return f"×{value}" if value and unit == "x" else f"{value} {unit}".removesuffix(" abs") if value else ""
 
 
 def read(path: Path = CLAIMS) -> tuple[Claim, ...]:
-    """The claims of a file, in its order; a ValueError where a line is none."""
+    """The claims of a file, in order; raises ValueError for an invalid line."""
     with path.open(encoding="utf-8", newline="") as file:
         return tuple(map(Claim.model_validate, csv.DictReader(file)))
 
@@ -201,11 +201,11 @@ class Rule(Facts):
 
     @property
     def words(self) -> str:
-        """What it means, with its numbers."""
+        """Its meaning, with its numbers."""
         return self.meaning.format(percent=100 * (self.relative or self.excess), least=self.least)
 
     def band(self, claimed: Range) -> tuple[float, float]:
-        """The numbers that confirm a claimed one."""
+        """The range of numbers that confirm a claimed one."""
         below, above = (
             max(self.relative * end + self.excess * (end - 1), self.least) for end in (claimed.low, claimed.high)
         )
@@ -240,25 +240,25 @@ def judge(rule: str, ours: Estimate, claimed: Range | None) -> Kind:
 
 
 class Number(Facts):
-    """One claimed number beside ours."""
+    """A claimed number compared with ours."""
 
     model_config = ConfigDict(use_attribute_docstrings=True, allow_inf_nan=False)
 
     claimed: str
-    """Empty where the claim gives none."""
+    """The claimed number; empty if the claim has none."""
     value: float
     low: float
-    """Lower end of the 95 % interval of a median, or of a ratio of two, over starts; the value where it is exact."""
+    """Lower end of the 95 % interval over starts of a median or a ratio of medians; the value if it is exact."""
     high: float
     starts: int | None
-    """Of a machine that it was measured on; None where it was counted, computed or compiled."""
+    """Number of starts that it was measured on; None if it was counted, computed or compiled."""
     unit: str
     verdict: Kind
-    """By the rule, whichever GPU it was measured on; `not_comparable` where the claim is."""
+    """Verdict by the rule, for any GPU; `not_comparable` if the claim is."""
 
 
 class Verdict(Facts):
-    """What the records say about one claim: an entry of data/<gpu>/verdicts.json."""
+    """The verdict on one claim: an entry of data/<gpu>/verdicts.json."""
 
     model_config = ConfigDict(use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -271,28 +271,28 @@ class Verdict(Facts):
     rule: str
     verdict: Kind
     numbers: tuple[Number, ...] = ()
-    """One for each claimed number; none where nothing is on record."""
+    """One comparison per claimed number; none if nothing is on record."""
     measured_on: str
-    """Folder under data/ of the GPU that `records` are of; empty where there are none."""
+    """Folder under data/ of the GPU of `records`; empty if there are none."""
     records: tuple[str, ...] = ()
-    """File and line of each record under data/; none where the number was computed or compiled."""
+    """File and line of each record under data/; none if the number was computed or compiled."""
     stages: tuple[str, ...] = ()
-    """Stages and dead ends that it is about."""
+    """Stages and dead ends of the claim."""
     reason: str
-    """One sentence."""
+    """The reason, in one sentence."""
     conclusion: str = ""
-    """What may be concluded for the model that the claim is about; empty where there is nothing to add."""
+    """What follows for the GPU model of the claim; may be empty."""
     command: str = ""
-    """What makes the records that are missing, on the model that the claim is about; empty where none is."""
+    """The command that makes missing records, on the GPU model of the claim; empty if none is missing."""
 
     @property
     def decisive(self) -> Number | None:
-        """The number that the verdict hangs on: of several the least favourable."""
+        """The deciding number: the least favourable of several."""
         return max(self.numbers, key=lambda number: list(KINDS).index(number.verdict), default=None)
 
     @property
     def starts(self) -> int | None:
-        """The fewest starts that one of its numbers was measured on; None where none was measured."""
+        """The minimum number of starts over its numbers; None if none was measured."""
         return min((number.starts for number in self.numbers if number.starts is not None), default=None)
 
     def flat(self) -> dict[str, object]:
@@ -312,12 +312,12 @@ class Verdict(Facts):
 
 
 def words(kind: str) -> str:
-    """A verdict for people."""
+    """A verdict to display."""
     return kind.replace("_", " ")
 
 
 def shown(number: Number) -> str:
-    """Our number with its interval, unit and, where they are few, starts, for people."""
+    """Our number to display, with interval, unit and, if few, starts."""
     value = tables.tiny(number.value) if 0 < abs(number.value) < 1e-3 else tables.number(number.value)
     if number.low == number.high and number.value == int(number.value):
         value = f"{number.value:,.0f}"  # a count
@@ -333,7 +333,7 @@ def shown(number: Number) -> str:
 
 
 def _against(number: Number, claimed: Range | None) -> str:
-    """Our number beside the claimed one, for people."""
+    """Our number and the claimed one, to display."""
     if claimed is None:
         return shown(number)
     sentence = f"{shown(number)} against {claimed}"
@@ -345,7 +345,7 @@ def _against(number: Number, claimed: Range | None) -> str:
 
 
 def _numbers(claim: Claim, unit: str, finding: Finding) -> tuple[Number, ...]:
-    """Our numbers, judged by the claim's rule one by one; held against nothing where it is not comparable."""
+    """Judge our numbers one by one by the claim's rule, if it is comparable."""
     measured = finding.numbers[: len(claim.numbers)]
     units = claim.units
     if claim.not_comparable and (unit or len(units) != len(measured)):
@@ -365,7 +365,7 @@ def _numbers(claim: Claim, unit: str, finding: Finding) -> tuple[Number, ...]:
 
 
 def _reason(claim: Claim, finding: Finding, numbers: Sequence[Number]) -> str:
-    """What was found beside what was claimed, in a sentence; empty where nothing was."""
+    """A sentence on our numbers and the claimed ones; empty if there are none."""
     if not numbers:
         return ""
     against = [None] * len(numbers) if claim.not_comparable else claim.numbers
@@ -417,7 +417,7 @@ def evaluate(claim: Claim, records: Records) -> Verdict:
 
 
 def _without(claim: Claim, finding: Finding | None, would: Kind, command: str, records: Records) -> str:
-    """What can be said of a claim about a GPU that has no such record, and what would make one."""
+    """The verdict on a claim about a GPU without such a record, and the command that makes one."""
     sentences = [f"On an {claim.gpu}, `{command}` makes the record that decides."]
     kin = kinship(claim.gpu, records.gpu)
     if finding and kin and kin.time:
@@ -433,14 +433,14 @@ def verdicts(
     data: Path = DATA,
     follow: Callable[[Collection[str]], Iterable[str]] = iter,
 ) -> tuple[Verdict, ...]:
-    """The verdict on every claim from a GPU's records, in the claims' order; `follow` sees their ids go by."""
+    """The verdict on every claim from a GPU's records, in order; `follow` is called with each id."""
     on_record = Records(gpu, data)
     by_id = {claim.id: claim for claim in read()}
     return tuple(evaluate(by_id[claim_id], on_record) for claim_id in follow(by_id))
 
 
 def as_json(verdicts: Sequence[Verdict]) -> str:
-    """What data/<gpu>/verdicts.json holds."""
+    """Contents of data/<gpu>/verdicts.json."""
     return json.dumps([verdict.model_dump(mode="json") for verdict in verdicts], indent=1, ensure_ascii=False) + "\n"
 
 
@@ -450,7 +450,7 @@ def write(verdicts: Sequence[Verdict], gpu: str, data: Path = DATA) -> Path:
 
 
 def as_rows(verdicts: Sequence[Verdict]) -> list[dict[str, object]]:
-    """Verdicts with their claims and rules' histories, as `flashlab claims --json` prints them."""
+    """Verdicts with their claims and rules' histories, as printed by `flashlab claims --json`."""
     claims, histories = {claim.id: claim for claim in read()}, rules_log.read().claims
     return [
         {
@@ -464,7 +464,7 @@ def as_rows(verdicts: Sequence[Verdict]) -> list[dict[str, object]]:
 
 
 def read_verdicts(path: Path) -> tuple[Verdict, ...]:
-    """Verdicts that `write` wrote.
+    """Read the verdicts written by `write`.
 
     Raises:
         NoDataError: there is no such file.
@@ -482,7 +482,7 @@ def read_verdicts(path: Path) -> tuple[Verdict, ...]:
 def differences(
     here: Sequence[Verdict], there: Sequence[Verdict]
 ) -> Mapping[str, tuple[Verdict | None, Verdict | None]]:
-    """The claims on which two sets of verdicts differ, whatever their numbers are; None where a set lacks the claim."""
+    """The claims with different verdicts in two sets, apart from their numbers; None if a set lacks the claim."""
     ours, theirs = ({verdict.id: verdict for verdict in verdicts} for verdicts in (here, there))
     both = {name: (ours.get(name), theirs.get(name)) for name in (*ours, *theirs)}
     return {name: (a, b) for name, (a, b) in both.items() if (a and a.verdict) != (b and b.verdict)}
@@ -493,7 +493,7 @@ def differences(
 SINGLE_CALLS = 300
 _WARM_UP_CALLS = 20
 Plan = Mapping[Problem, Mapping[str, None]]
-"""Names of stages and libraries, by the problem that a run times them at."""
+"""Names of stages and libraries, by the problem at which a run times them."""
 
 
 def _entries() -> list[Entry]:
@@ -561,7 +561,7 @@ def measure(
 
 
 def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 0) -> Path:
-    """Time single calls of a library by the host's clock, launch and wait included; the file of data/<gpu>/calls.
+    """Time single calls of a library by the host's clock, including launch and wait; the file in data/<gpu>/calls.
 
     Raises:
         ParameterError: no such library.
@@ -595,7 +595,7 @@ def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 
 
 
 def summary(verdicts: Sequence[Verdict]) -> str:
-    """How many claims of each document got each verdict, as a Markdown table."""
+    """Number of claims by document and verdict, as a Markdown table."""
     by_document = grouped(verdicts, lambda verdict: verdict.source.partition(" § ")[0])
     counts = {
         title: Counter(verdict.verdict for verdict in of) for title, of in (*by_document.items(), ("all", verdicts))
@@ -606,7 +606,7 @@ def summary(verdicts: Sequence[Verdict]) -> str:
 
 
 def changed(verdicts: Sequence[Verdict]) -> str:
-    """How many verdicts this revision changed, from what to what, and why, in a paragraph."""
+    """A paragraph on the verdicts that this revision changed, and why."""
     before = rules_log.read().verdicts_before
     moved = Counter(
         (before[verdict.id], verdict.verdict)
@@ -629,7 +629,7 @@ def changed(verdicts: Sequence[Verdict]) -> str:
 
 
 def standing(verdicts: Sequence[Verdict]) -> str:
-    """How many rules are younger than a result, and how many numbers are of few starts, in a paragraph."""
+    """A paragraph on rules changed after a result, and on numbers from few starts."""
     histories = rules_log.read().claims
     late = [
         verdict.id for verdict in verdicts if verdict.id in histories and histories[verdict.id].changed_after_its_result
@@ -645,7 +645,7 @@ def standing(verdicts: Sequence[Verdict]) -> str:
 
 
 def contradictions(verdicts: Sequence[Verdict]) -> str:
-    """Where the claims contradict one another or the chip, and what we found, as a Markdown table."""
+    """Contradictions of the claims with one another or the hardware, and our findings, as a Markdown table."""
     by_id = {verdict.id: verdict for verdict in verdicts}
     rows: list[list[tables.Cell]] = []
     for what, ids in ((contradiction["what"], contradiction["ids"]) for contradiction in facts()["contradictions"]):
@@ -658,12 +658,12 @@ def contradictions(verdicts: Sequence[Verdict]) -> str:
 
 
 def _literal(text: str) -> str:
-    """Text that neither Markdown nor HTML reads anything into."""
+    """Text escaped for Markdown and HTML."""
     return re.sub(r"[!-+:<->@\[-`{-~-]", lambda match: f"&#{ord(match[0])};", text)
 
 
 def _whose(claim: Claim) -> str:
-    """A claim's quote, what the document states and what we add, folded away, as HTML."""
+    """A claim's quote, its conditions and ours, as collapsed HTML."""
 
     def on(lines: Sequence[int]) -> str:
         return f"line{'s' * (len(lines) > 1)} {', '.join(map(str, lines))}"
@@ -689,7 +689,7 @@ def _whose(claim: Claim) -> str:
 
 
 def _of_rule(history: rules_log.History) -> str:
-    """When a rule was written and what was changed since, for people."""
+    """The history of a rule, to display."""
 
     def sentence(change: rules_log.Change) -> str:
         what = ", ".join(
@@ -708,7 +708,7 @@ def table(
     record: Callable[[str], str] = "`{}`".format,
     stage: Callable[[str], str] = "`{}`".format,
 ) -> str:
-    """Every claim with its verdict, our number, where it comes from and why, as a Markdown table.
+    """Every claim with its verdict, our number, its source and the reason, as a Markdown table.
 
     Args:
         record: makes a link of a record's place, `nvidia-h200/runs/….jsonl:12`.

@@ -1,4 +1,4 @@
-"""Levers: small changes of a stage's source that were tried, each a patch with its question and what was expected.
+"""Levers: microarchitectural experiments, each a patch of a stage's source with a question and a prediction.
 
 `kernels/levers/<name>.patch` is a header in TOML, an empty line, and a unified diff of the stage's file:
 
@@ -40,13 +40,13 @@ from flashlab.record.store import write_at_once
 
 FOLDER = KERNELS / "levers"
 PATCHED = BUILD / "levers"
-"""Where patched sources are written."""
+"""Folder of patched sources."""
 SHAPES = ("16x16x2048x64", "16x16x2048x128")
-"""Where a lever is measured, under both masks."""
+"""Shapes at which levers are measured, with both masks."""
 AXIS = "levers"
 """The axis of levers' records (`records.Ablation`). Its levels are `AS_IT_IS` and the levers' names."""
 AS_IT_IS = "as it is"
-"""The level of a lever's stage without a change."""
+"""The level of a lever's unchanged stage."""
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@.*\n((?:(?!@@).*\n)*)")
 """Its line, how many it has before and after, where those are not one, and its lines."""
 
@@ -60,14 +60,14 @@ class Lever:
 
     name: str
     stage: str
-    """Its stage's id."""
+    """Id of its stage."""
     question: _Text
     prediction: _Text
     """Written before the measurement."""
     why: str = ""
-    """What came of it, in words; empty where nobody has written it yet."""
+    """The result in words; empty if not written yet."""
     dtype: DType = "bfloat16"
-    """What it is measured in, on the kinds of `inputs`."""
+    """Element type of the measurement, on the kinds of `inputs`."""
     inputs: tuple[str, ...] = (NORMAL,)
     diff: str
 
@@ -79,7 +79,7 @@ class Lever:
         mask: Mask | None = None,
         inputs: Sequence[str] | None = None,
     ) -> tuple[Problem, ...]:
-        """What it is measured on; what is given takes the place of its own."""
+        """The problems of the measurement; arguments override its own values."""
         return tuple(
             Problem.parse(shape, dtype=dtype or self.dtype, mask=of_mask, inputs=drawn(kind))
             for shape in shapes or SHAPES
@@ -88,12 +88,12 @@ class Lever:
         )
 
     def changed_lines(self) -> tuple[int, int]:
-        """How many lines it adds, and how many it takes away."""
+        """Numbers of lines added and removed."""
         signs = [line[:1] for line in self.diff.splitlines()[2:]]
         return signs.count("+"), signs.count("-")
 
     def shown_diff(self) -> str:
-        """The diff with the line numbers that its hunks have in the stage's file as it is now.
+        """The diff with the line numbers of its hunks in the stage's current file.
 
         Raises:
             ParameterError: it does not fit the source as it is now.
@@ -125,7 +125,7 @@ class Lever:
 
 
 def names() -> tuple[str, ...]:
-    """Every lever there is, in alphabetical order."""
+    """All levers, in alphabetical order."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.patch")))
 
 
@@ -140,7 +140,7 @@ def get(name: str) -> Lever:
 
 
 def choose(chosen: Sequence[str] | None = None) -> tuple[Lever, ...]:
-    """The levers of those names; all where None or empty.
+    """The levers with these names; all if None or empty.
 
     Raises:
         ParameterError: there is none of a name, or a file is no lever.
@@ -179,7 +179,7 @@ def parse(name: str, text: str) -> Lever:
 
 
 def _hunks(diff: str, name: str) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Of each hunk the line where it says that it stands, its lines before, and those after."""
+    """For each hunk, the line number in its header, its lines before, and its lines after."""
     _, _, *lines = diff.splitlines(keepends=True)
     if not lines or not re.fullmatch(f"({_HUNK.pattern})+", "".join(lines)):
         raise ParameterError(f"lever {name}: wanted hunks, each below its `@@ -line,lines +line,lines @@`, got others")
@@ -197,7 +197,7 @@ def _hunks(diff: str, name: str) -> Iterator[tuple[str, list[str], list[str]]]:
 
 
 def apply(diff: str, source: Path, *, name: str) -> str:
-    """The text of `source` with a unified diff applied, word for word: no line of its context may differ.
+    """Apply a unified diff to the text of `source`, exactly: no context line may differ.
 
     Raises:
         ParameterError: a hunk's lines are not in the source, or more than once, or after those of a later hunk.

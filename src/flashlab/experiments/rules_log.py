@@ -1,4 +1,4 @@
-"""When each rule was written, and what was changed in it since, as git tells: data/rules_log.json.
+"""History of each rule from git, when written and how changed: data/rules_log.json.
 
 A clone may be shallow, so what git says is kept in a file, which `flashlab claims --write` makes where the history is
 whole. A commit is identified by its subject and date, which stay when it is put on another parent; its hash does not.
@@ -41,19 +41,19 @@ _OF_RULE = ("relative", "excess", "least", "open", "no_gain", "otherwise")
 
 
 class Change(Facts):
-    """A commit that changed what a claim is judged by."""
+    """A commit that changed the rule of a claim."""
 
     date: str
-    """When it was written, ISO 8601."""
+    """Time of the commit, ISO 8601."""
     subject: str
     reason: str
     """The rest of the commit's message; for a change of a function what ledger.toml says of it."""
     what: Mapping[str, tuple[str, str]]
-    """Before and after, by name; empty where a function was changed."""
+    """Values before and after, by name; empty if a function was changed."""
     before: str | None
-    """The verdict on record then; None where there was none."""
+    """The verdict on record then; None if there was none."""
     after: str | None
-    """The first verdict on record with the change; None where there is none yet."""
+    """The first verdict on record with the change; None if there is none yet."""
 
     @property
     def after_its_result(self) -> bool:
@@ -62,12 +62,12 @@ class Change(Facts):
 
 
 class History(Facts):
-    """How one claim's rule came to be."""
+    """The history of one claim's rule."""
 
     written: str
-    """When it was first committed, ISO 8601."""
+    """Time of its first commit, ISO 8601."""
     changes: tuple[Change, ...] = ()
-    """Oldest first."""
+    """Changes, oldest first."""
 
     @property
     def changed_after_its_result(self) -> bool:
@@ -76,7 +76,7 @@ class History(Facts):
 
     @property
     def turned_its_verdict(self) -> bool:
-        """Whether such a change came with another verdict."""
+        """Whether such a change came with a different verdict."""
         return any(change.after_its_result and change.after not in (None, change.before) for change in self.changes)
 
     def flat(self) -> dict[str, object]:
@@ -86,7 +86,7 @@ class History(Facts):
 
 
 class Log(Facts):
-    """What data/rules_log.json holds."""
+    """Contents of data/rules_log.json."""
 
     revised: str = REVISED
     verdicts_before: Mapping[str, str]
@@ -109,7 +109,7 @@ def read(path: Path = LOG) -> Log:
 
 
 def write(path: Path = LOG) -> Path | None:
-    """Write the log anew from git; None, and nothing is written, where the history is not there or not whole."""
+    """Rewrite the log from git; None, without writing, if the history is missing or incomplete."""
     if not whole_history():
         return None
     path.write_text(as_json(generate()), encoding="utf-8")
@@ -129,7 +129,7 @@ _git = partial(provenance.git, DATA.parent)
 
 
 def whole_history() -> bool:
-    """Whether this is a git checkout that holds every commit since the first."""
+    """Whether this is a git checkout with the complete history."""
     try:
         _git("cat-file", "-e", f"{REVISED}^{{commit}}")
         return _git("rev-parse", "--is-shallow-repository").strip() == "false"
@@ -147,7 +147,7 @@ class _Commit:
 
 
 def _commits(at: str, *paths: str) -> Iterator[_Commit]:
-    """Commits that touch one of those paths, oldest first."""
+    """Commits that change one of the paths, oldest first."""
     form = "--format=%H%x1f%P%x1f%aI%x1f%s%x1f%b%x1e"
     for entry in _git("log", "--no-merges", "--author-date-order", "--reverse", form, at, "--", *paths).split("\x1e"):
         if entry.strip():
@@ -156,13 +156,13 @@ def _commits(at: str, *paths: str) -> Iterator[_Commit]:
 
 
 def _show(commit: str, path: str) -> str:
-    """A file's content at a commit; empty where there is none."""
+    """A file's content at a commit; empty if it does not exist."""
     return _git("show", f"{commit}:{path}", missing="") if commit else ""
 
 
 @cache
 def _rules_at(commit: str) -> dict[str, dict[str, str]]:
-    """What each claim is judged by at a commit, by claim and name."""
+    """The parts of each claim's rule at a commit, by claim and name."""
     rows = list(csv.DictReader(io.StringIO(_show(commit, _CLAIMS))))
     known: Mapping[str, Any] = tomllib.loads(_show(commit, _FACTS))
     rules = {}
@@ -189,7 +189,7 @@ def _verdicts_at(commit: str) -> dict[str, str]:
 
 
 def generate(at: str = "HEAD") -> Log:
-    """The log of the history that leads to a commit."""
+    """The log of a commit's history."""
     order = {commit.hash: place for place, commit in enumerate(_commits(at, "."))}
     judged = [(order[commit.hash], _verdicts_at(commit.hash)) for commit in _commits(at, _VERDICTS)]
     functions = {changed_function["subject"]: changed_function for changed_function in facts()["functions_changed"]}

@@ -1,4 +1,4 @@
-"""compute-sanitizer over every stage: out-of-bounds accesses, races, uninitialised reads, barriers that do not match.
+"""compute-sanitizer over every stage: out-of-bounds accesses, races, uninitialised reads, mismatched barriers.
 
 Each tool runs a worker of this module that launches every stage over head dims, masks, element types, lengths and
 aligned and odd rows, and with a window and a soft cap where it takes them; memory is allocated for each call anew, so
@@ -46,7 +46,7 @@ LAUNCHES: tuple[tuple[str, Mapping[str, Any]], ...] = (
     *(("contiguous", {}), ("misaligned", {})),
     ("misaligned", {"window": (40, 30), "softcap": 20.0}),
 )
-"""Layouts, windows and soft caps of the launches: each is machine code of its own."""
+"""Layouts, windows and soft caps of the launches, each compiled separately."""
 _EVERY = {**registry.STAGES, **registry.DECODE, **registry.FP8}
 _FLAGS = ("--report-api-errors", "no", "--print-limit", "1000")
 """No API errors: asking the driver for a function that it lacks is one, and no error of a kernel."""
@@ -59,21 +59,21 @@ _KEPT = 5
 
 @dataclass
 class Watched:
-    """What a tool and the process that it watched said."""
+    """Output of a tool and of the process that it watched."""
 
     launches: int = 0
     """Of the stage of its job."""
     failed: list[str] = field(default_factory=list)
-    """Why others failed."""
+    """Reasons of other failures."""
     death: str = ""
-    """How the process ended early; empty where it came to its end."""
+    """How the process ended early; empty if it completed."""
     errors: int | None = None
-    """By the tool's own count; None where it did not come to its summary."""
+    """Errors by the tool's own count; None without its summary."""
     reports: dict[str, list[str]] = field(default_factory=dict)
-    """The first line of each, by the stage whose kernel it names; under an empty name where it names none."""
+    """The first line of each report, by the stage whose kernel it names, or by an empty name."""
 
     def act(self, message: Message) -> None:
-        """Count a launch; KeyError where the message is none."""
+        """Count a launch; KeyError if the message is not one."""
         if message["type"] == "launched":
             self.launches += 1
         elif message["type"] == "failed":
@@ -82,7 +82,7 @@ class Watched:
             raise KeyError(message["type"])
 
     def read(self, log: str) -> None:
-        """Take in a tool's log: each report is a paragraph, and the first kernel that it names is its."""
+        """Parse a tool's log: each report is a paragraph, attributed to the first kernel that it names."""
         lines = (line.removeprefix(_SIGN).strip() for line in log.splitlines() if line.startswith(_SIGN))
         said = "\n".join(line for line in lines if not line.startswith("COMPUTE-SANITIZER"))
         totals = [int(match[1] or match[2]) for match in _SUMMARY.finditer(said)]
@@ -92,7 +92,7 @@ class Watched:
             self.reports.setdefault(named[1] if named else "", []).append(report.partition("\n")[0])
 
     def of(self, stage_id: str) -> dict[str, Any]:
-        """What it says of the stage: fields of its record."""
+        """The fields of the stage's record."""
         own = self.reports.get(stage_id, [])
         named = sum(len(lines) for name, lines in self.reports.items() if name)
         elsewhere = max(0, (self.errors or 0) - named)
@@ -115,7 +115,7 @@ _GET = "wanted `compute-sanitizer` on PATH, found none; the CUDA toolkit has it"
 
 
 def version(command: str) -> str:
-    """What it says of its version, in one line."""
+    """The tool's version, in one line."""
     said = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     return next((line for line in lines if line.lower().startswith("version")), lines[-1] if lines else "unknown")
@@ -175,7 +175,7 @@ def sanitize(
 
 
 def watch(command: str, tool: str, job: Message, options: Options) -> Watched:
-    """Launch the stage of the job in a process that a tool watches."""
+    """Launch the job's stage in a process watched by a tool."""
     watched, timeout_s = Watched(), options.timeout_s
     ends = time.monotonic() + timeout_s
     options.note(f"{tool} of {job['stage']}: started")
@@ -207,7 +207,7 @@ def launches(stage_id: str) -> list[Case]:
 
 
 def _launch(job: Message, send: Send) -> None:
-    """Launch the stage, and say of each launch whether it ran."""
+    """Launch the stage, and report for each launch whether it ran."""
     torch, stage_id = importlib.import_module("torch"), job["stage"]
     torch.cuda.set_device(job["device"])
     send({"type": "hello"})
