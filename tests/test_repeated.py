@@ -446,10 +446,10 @@ def test_an_edit_is_noticed_before_long(driver: Driver, monkeypatch: pytest.Monk
     for _ in range(3):
         attention(q, k, v, stage=PLAIN)
     assert driver.prepared == 1
-    monkeypatch.setattr(recipes.Loaded, "stands", lambda _: False)
+    monkeypatch.setattr(recipes.Loaded, "is_current", lambda _: False)
     attention(q, k, v, stage=PLAIN)
     assert driver.prepared == 2
-    monkeypatch.setattr(recipes.Loaded, "stands", lambda _: True)
+    monkeypatch.setattr(recipes.Loaded, "is_current", lambda _: True)
     attention(q, k, v, stage=PLAIN)
     monkeypatch.setattr(choice, "table", lambda *_: None)
     monkeypatch.setattr(choice, "stamp", lambda *_: 7)
