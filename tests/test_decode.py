@@ -425,7 +425,10 @@ def test_a_page_shows_the_gpu_that_measured_its_stage_where_the_main_one_did_not
         store.append(path, measurement("08_swizzle", problem, run=run).model_copy(update={"name": name}))
         store.write_checksums(slug, tmp_path)
     main, other = (select.load(slug, tmp_path) for slug in ("nvidia-h200", "nvidia-h100"))
-    for others, said in (([(other.gpu, "NVIDIA H100")], "numbers are for the NVIDIA H100"), ([], "Nothing has been measured")):
+    for others, said in (
+        ([(other.gpu, "NVIDIA H100")], "numbers are for the NVIDIA H100"),
+        ([], "Nothing has been measured"),
+    ):
         out = pages.Output(root=tmp_path / str(len(others)))
         pages._off_ladder(out, last, others, main, tmp_path)
         page = (out.root / "snippets" / "decode" / f"{last.id}.md").read_text(encoding="utf-8")
