@@ -655,6 +655,8 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
         out.snippet("decode.md", "*Not on record for this GPU yet: `flashlab bench --suite decode` measures it.*")
         return
 
+    caches = {cache for _, cache, *_ in lines}
+
     def short(problem: Problem) -> str:
         return re.sub(" full| Sq1", "", problem.label).replace("bfloat", "bf").replace("float", "fp")
 
@@ -666,7 +668,7 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
 
     columns = (
         Column("problem", "0", short),
-        Column("calls", "1", _CALLS.get, left=True),
+        Column("calls", lambda line: _CALLS[line[1]] if len(caches) > 1 else None, left=True),
         Column("over the library", partial(over, 3), times),
         Column("over FlashInfer", partial(over, 4), times),
         Column("stage", "2.name", code, left=True),
@@ -678,7 +680,6 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
             "same K, V: over the library", lambda line: select.speedup(*line[2:4]) if line[1] != "hot" else None, times
         ),
     )
-    caches = {cache for _, cache, *_ in lines}
     shown_in: Cache = next((cache for cache in AS_IN_A_MODEL if cache in caches), "hot")
     state = "burst" if len(caches) > 1 else ""  # a column names the calls
     source = select.provenance([row for line in lines for row in line[2:] if row], cache=shown_in, state=state)
