@@ -301,7 +301,7 @@ class Finding:
     rows: Sequence[Row] = ()
     """Their records; none if they were computed or compiled."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Further placeholder values of an entry's text and note."""
+    """Further values that an entry's text and note insert by name."""
     _: KW_ONLY
     text: str = ""
     """Description of what was measured or computed."""
