@@ -32,6 +32,7 @@ STAGES = [stage.id for stage in registry.DECODE.values() if stage.runner == page
 every_stage = pytest.mark.parametrize("stage", STAGES)
 CLUSTERS = "d1_paged_kv"
 GROUPS = "d17_paged_part_groups"
+COMBINERS = "d19_paged_combiners"
 every_sharing_stage = pytest.mark.parametrize("stage", [name for name in STAGES if name != CLUSTERS])
 GARBAGE = -7
 """In entries of the page table that no key needs."""
@@ -171,6 +172,28 @@ def test_parts_are_added_up_in_groups(monkeypatch: pytest.MonkeyPatch, lengths: 
     monkeypatch.setattr(attention_module, "_workspace_on_cpu", lambda *_: work)
     q = np.random.default_rng(blocks).standard_normal((len(lengths), 8, 1, 64)).astype(np.float16)
     _refuse_wrong(Cache(lengths, 16), q, GROUPS, WARPS=2)
+    assert [report.findings for report in reports] == [()]
+    assert not work.any()
+
+
+@needs_compiler
+@pytest.mark.parametrize("schedule", ["ascending", "descending", "seeded:3"])
+@pytest.mark.parametrize("lengths", [(2600,), (2500, 100, 1), (900, 900), (0, 700), (40, 600, 601, 2000)], ids=str)
+@pytest.mark.parametrize("blocks", [34, 97])
+def test_combiners_sum_slices_of_a_tile(
+    monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...], blocks: int, schedule: str
+) -> None:
+    """Of sequences of the same length and of different ones, some within one block; the workspace is 0 again."""
+    reports, build, launch = [], emulator.build_stage, emulator.launch
+    monkeypatch.setattr(arguments, "CPU_RESIDENT_BLOCKS", blocks)
+    monkeypatch.setattr(emulator, "build_stage", lambda variant, hooks: build(variant, hooks=True))
+    monkeypatch.setattr(
+        emulator, "launch", lambda *args, **how: reports.append(launch(*args, **{**how, "schedule": schedule}))
+    )
+    work = np.zeros(1 << 19, np.uint32)
+    monkeypatch.setattr(attention_module, "_workspace_on_cpu", lambda *_: work)
+    q = np.random.default_rng(blocks).standard_normal((len(lengths), 8, 1, 64)).astype(np.float16)
+    _refuse_wrong(Cache(lengths, 16), q, COMBINERS, WARPS=2, COMBINERS=8, LEAST_PARTS=2)
     assert [report.findings for report in reports] == [()]
     assert not work.any()
 
