@@ -222,8 +222,9 @@ def test_parts_are_added_up_in_groups(monkeypatch: pytest.MonkeyPatch, blocks: i
 @pytest.mark.parametrize("schedule", ["ascending", "descending", "seeded:7"])
 @pytest.mark.parametrize(("blocks", "combiners"), [(17, 4), (33, 8), (64, 16), (40, 2)])
 @pytest.mark.parametrize("shape", [(8, 1, 1), (4, 2, 1), (16, 1, 1), (3, 1, 7), (32, 8, 1)], ids=str)
+@pytest.mark.parametrize("stage", ["d18_combiner_blocks", "d19_batched_polls"])
 def test_combiners_sum_slices_of_a_tile(
-    monkeypatch: pytest.MonkeyPatch, blocks: int, combiners: int, shape: tuple[int, int, int], schedule: str
+    monkeypatch: pytest.MonkeyPatch, stage: str, blocks: int, combiners: int, shape: tuple[int, int, int], schedule: str
 ) -> None:
     """Slices of less and more than a warp's columns; with evenly split tiles and without; the workspace is 0 again."""
     _blocks(monkeypatch, blocks)
@@ -234,7 +235,7 @@ def test_combiners_sum_slices_of_a_tile(
     for whole in (0, 1):
         params = {"WARPS": 4, "WHOLE_TILES": whole, "COMBINERS": combiners, "LEAST_PARTS": 2}
         ran = flashlab.emulate(
-            q, k, v, stage="d18_combiner_blocks", params=params, races=True, return_lse=True, schedule=schedule
+            q, k, v, stage=stage, params=params, races=True, return_lse=True, schedule=schedule
         )
         assert ran.report.findings == ()
         assert check(ran.out, ran.lse, q, k, v, causal=False, dtype="float16").passed

@@ -32,7 +32,7 @@ STAGES = [stage.id for stage in registry.DECODE.values() if stage.runner == page
 every_stage = pytest.mark.parametrize("stage", STAGES)
 CLUSTERS = "d1_paged_kv"
 GROUPS = "d17_paged_part_groups"
-COMBINERS = "d19_paged_combiners"
+COMBINERS = "d20_paged_combiners"
 every_sharing_stage = pytest.mark.parametrize("stage", [name for name in STAGES if name != CLUSTERS])
 GARBAGE = -7
 """In entries of the page table that no key needs."""

@@ -1,8 +1,8 @@
-// d19_paged_combiners: d18_combiner_blocks for pages. Parent: d15_short_starts.
-// Question: what do blocks that only combine partial results gain where the keys lie in pages?
-// Change: COMBINERS blocks of the grid read no keys. Each combines a slice of a tile's output from all partial results of that slice. Its
-//         warps split the partial results, and their sums meet in shared memory.
-// Layout: as the parent's. Requires: as the parent.
+// d20_paged_combiners: d18_combiner_blocks and d19_batched_polls for pages. Parent: d15_short_starts.
+// Question: what do combiner blocks and batched polls gain where the keys lie in pages?
+// Change: COMBINERS blocks of the grid read no keys. Each combines a slice of a tile's output from all partial results of that slice, split
+//         over its warps. Each round of polling reads all missing partial results again before it looks at any.
+// Layout: as the parent's. K and V are pools of pages, in any order (paged.cuh). Requires: as the parent.
 #include "attention.cuh"
 #include "mma.cuh"
 #include "paged.cuh"
@@ -109,18 +109,29 @@ __device__ __forceinline__ Sum add_up(TilePart* parts, int first_block, int from
     };
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) {
-      if (from + k < end) read(k);
+      if (from + k < end) {
+        read(k);
+      } else {
+        part[k] = make_uint4(~0u, ~0u, ~0u, ~0u), max_sum[k] = make_uint2(~__float_as_uint(LOWEST), ~0u);   // zeros
+      }
+    }
+    // Those that have not arrived are read again together, so that each round takes one trip to the L2 cache.
+    for (bool missing = true; missing;) {
+      missing = false;
+#pragma unroll
+      for (int k = 0; k < COUNT; ++k) {
+        if (part[k].x && part[k].y && part[k].z && part[k].w && max_sum[k].x && max_sum[k].y) continue;
+        read(k);
+        missing = true;
+      }
     }
     float new_max = max;
 #pragma unroll
     for (int k = 0; k < COUNT; ++k) {
-      if (from + k >= end) {
-        part[k] = make_uint4(~0u, ~0u, ~0u, ~0u), max_sum[k] = make_uint2(~__float_as_uint(LOWEST), ~0u);   // nothing: zeros
-        continue;
+      if (from + k < end) {
+        ptx::st_relaxed_gpu(&of_block(k).O[i], make_uint4(0, 0, 0, 0));
+        ptx::st_relaxed_gpu(&of_block(k).max_sum[i], make_uint2(0, 0));
       }
-      while (!part[k].x || !part[k].y || !part[k].z || !part[k].w || !max_sum[k].x || !max_sum[k].y) read(k);   // not there yet
-      ptx::st_relaxed_gpu(&of_block(k).O[i], make_uint4(0, 0, 0, 0));
-      ptx::st_relaxed_gpu(&of_block(k).max_sum[i], make_uint2(0, 0));
       new_max = fmaxf(new_max, __uint_as_float(~max_sum[k].x));
     }
     const float rescale = ptx::ex2_approx_ftz(max - new_max);
@@ -189,7 +200,7 @@ __device__ __forceinline__ AttentionParams of_length(const AttentionParams& p, i
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-attention_d19_paged_combiners(const __grid_constant__ AttentionParams p, const __grid_constant__ PagedCache cache) {
+attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const __grid_constant__ PagedCache cache) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
   if (!ALLOW_LATE) ptx::griddepcontrol_launch_dependents();
@@ -360,8 +371,6 @@ attention_d19_paged_combiners(const __grid_constant__ AttentionParams p, const _
     for (int first_column = begin; first_column < end; first_column += column_warps * WARP) {
       const int column = first_column + (warp - part_id * column_warps) * WARP + lane;
       if (part_id < part_warps && from < to && column < end) {
-        // All blocks end at about the same time, so until one has, no others are polled.
-        while (!ptx::ld_relaxed_gpu(&parts[2 * (begun_by + to - 1) + (to == 1)].max_sum[column]).x) {}
         sums[threadIdx.x] = add_up<MANY_PARTS>(parts, begun_by, from, to, column);
       } else {
         sums[threadIdx.x] = {{}, LOWEST, 0.0f};
