@@ -34,7 +34,7 @@ from flashlab.verify.verdict import Guarded
 
 STAGES = [stage for stage in registry.STAGES.values() if stage.features]
 DECODING = [stage.id for stage in registry.DECODE.values() if stage.features]
-BY_ITSELF = [name for name in DECODING if name == paged.STAGE or not registry.get(name).by_name_only]
+BY_ITSELF = [name for name in DECODING if name in (paged.STAGE, paged._FEWER) or not registry.get(name).by_name_only]
 """Those that a call may take without being asked for them."""
 WINDOWED = Problem.parse("1x4x2x130x203x64", mask="causal", window=(40, -1))
 

@@ -239,15 +239,18 @@ def test_a_workspace_serves_other_lengths_one_after_another(monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("shape", "wanted"),
-    [("1x32x8x1x8192x128", CLUSTERS), ("2x32x8x1x8192x128", CLUSTERS), ("2x32x8x5x64x128", STAGE)]
-    + [(shape, STAGE) for shape in ("3x32x8x1x64x128", "1x32x32x1x8192x128", "256x32x8x1x8192x128")]
-    + [(shape, GROUPS) for shape in ("1x8x1x1x8208x128", "2x8x1x1x32768x64", "1x32x8x1x131072x128")],
+    [(shape, CLUSTERS) for shape in ("1x32x8x1x8192x128", "2x32x8x1x8192x128", "1x8x1x1x4096x128", "5x8x1x1x8192x64")]
+    + [(shape, COMBINERS) for shape in ("4x8x1x1x8192x128", "1x8x1x1x4112x64", "1x32x8x1x8208x128")]
+    + [(shape, COMBINERS) for shape in ("3x32x8x1x64x128", "8x32x8x1x8192x128", "2x32x8x5x64x128")]
+    + [(shape, STAGE) for shape in ("9x32x8x1x64x128", "256x32x8x1x8192x128", "2x32x32x17x64x128")],
 )
-def test_few_tiles_have_nothing_to_share_out_and_a_stage_of_their_own(shape: str, wanted: str) -> None:
-    problem = Problem.parse(shape)
-    assert paged._stage(None, problem).id == wanted
-    windowed = dataclasses.replace(problem, window=(1000, 0))
-    assert paged._stage(None, windowed).id == (CLUSTERS if wanted == GROUPS else wanted)
+def test_the_stage_depends_on_the_number_of_work_tiles_and_of_keys(shape: str, wanted: str) -> None:
+    assert paged._stage(None, Problem.parse(shape)).id == wanted
+
+
+def test_only_visible_keys_count_for_the_stage() -> None:
+    windowed = Problem.parse("1x32x8x1x131072x128", window=(1000, 0))
+    assert paged._stage(None, windowed).id == CLUSTERS
 
 
 def test_a_mask_of_one_query_row_hides_nothing_and_tables_are_without() -> None:

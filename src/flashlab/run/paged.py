@@ -52,12 +52,14 @@ from flashlab.run.plan import (
 )
 
 STAGE = "d15_short_starts"
-_FEW = 16
-"""With more tiles, `STAGE` balances keys over CTAs by time, as different lengths require."""
-_FEW_TILES, _LONG = "d1_paged_kv", 8192
-"""The stage for at most `_FEW` tiles, which has the least overhead but one cluster per tile, and the maximum number of
-keys for it; with more keys `_FEW_LONG`, which uses all SMs for one tile."""
-_FEW_LONG = "d17_paged_part_groups"
+_MANY = 64
+"""With more work tiles than this, `STAGE`, where few tiles are split over many CTAs."""
+_FEWER = "d20_paged_combiners"
+"""The stage for at most `_MANY` tiles: with few, some CTAs only combine partial results."""
+_SHORT, _FEW = "d1_paged_kv", 16
+"""The stage for at most `_FEW` tiles with few keys each, where one cluster per tile has the least overhead."""
+_SHORT_KEYS, _VERY_FEW, _VERY_SHORT_KEYS = 8192, 4, 4096
+"""The most keys for `_SHORT`; for at most `_VERY_FEW` tiles, which leave most SMs idle with it, the last."""
 _TILE_ROWS = 16
 """Query rows per tile of these stages: MMA_M of kernels/common/mma.cuh."""
 _VIEWS = ("Q", "K", "V", "page_table", "lengths", "O")
@@ -120,9 +122,9 @@ def paged_attention(
         return_lse: whether to also return the log-sum-exp of the scores, float32 (batch, q_heads, q_len) (natural log,
             -inf if a query sees no key).
         stream: as in `flashlab.attention`.
-        stage: id of a stage that reads a paged cache. Default: d15_short_starts for more than 16 work tiles (16 query
-            rows of one sequence and K/V head), else d1_paged_kv up to 8,192 keys per sequence in the page table, and
-            d17_paged_part_groups beyond.
+        stage: id of a stage that reads a paged cache. Default: d15_short_starts for more than 64 work tiles (16 query
+            rows of one sequence and K/V head); d1_paged_kv for at most 16 and up to 8,192 keys per sequence in the page
+            table, or for at most 4 and up to 4,096; else d20_paged_combiners.
         params: tunables of the stage, by name; default: as in `flashlab.attention`, for sequences of the maximum
             length that the page table holds.
         check: whether to synchronise and refuse invalid page numbers and lengths beyond the page table. Without it,
@@ -279,9 +281,10 @@ def taken(problem: Problem) -> str:
     """The id of the stage that `paged_attention` selects by default."""
     rows = problem.q_heads // problem.kv_heads * problem.q_len
     tiles = problem.batch * problem.kv_heads * -(-rows // _TILE_ROWS)
-    if tiles > _FEW:
+    if tiles > _MANY:
         return STAGE
-    return _FEW_TILES if seen_keys(problem) <= _LONG else _FEW_LONG
+    short = _SHORT_KEYS if tiles > _VERY_FEW else _VERY_SHORT_KEYS
+    return _SHORT if tiles <= _FEW and seen_keys(problem) <= short else _FEWER
 
 
 def _stage(name: str | None, problem: Problem) -> Stage:
