@@ -1,10 +1,10 @@
-// 00_naive: a thread per query row, scalar FP32, online softmax.
-// Question: what does the textbook loop reach?
+// 00_naive: one thread per query row, scalar FP32, online softmax.
+// Question: how fast is the textbook loop?
 // Layout: thread t of block x owns row x·THREADS + t; its query row and its output row live in registers.
 #include "attention.cuh"
 #include "ptx.cuh"
 
-// For an ablation: registers that a thread may have, 0 for as many as the compiler wants. The two bounds exclude each other.
+// Ablation: maximum registers per thread; 0 leaves it to the compiler. __maxnreg__ and __launch_bounds__ cannot be combined.
 #ifndef MAX_REGISTERS
 #define MAX_REGISTERS 0
 #endif
@@ -32,7 +32,7 @@ extern "C" __global__ void BOUNDS attention_00_naive(const __grid_constant__ Att
     Q_reg[d] = Q_gmem[d];
     O_reg[d] = 0.0f;
   }
-  float row_max = NEG_INF;   // largest score so far, in units of log2
+  float row_max = NEG_INF;   // running maximum of the scores, in log2 units
   float row_sum = 0.0f;      // sum of 2^(score - row_max)
 
   const int num_keys = visible_keys(p, q_row);

@@ -1,7 +1,7 @@
 // 01_coalesced: shared-memory tiles, 128-bit coalesced loads. Parent: 00_naive.
-// Question: is it the loads?
-// Change: the block stages TILE_KV keys and values in shared memory, each element fetched once a block, 16 bytes a thread;
-//         a thread then reads 8 elements an access and treats KEYS keys at a time, with one rescale for all of them.
+// Question: are the loads the bottleneck?
+// Change: the block stages TILE_KV keys and values in shared memory: each element is loaded once per block, 16 bytes per access.
+//         A thread then reads 8 elements per access and processes KEYS keys at a time, with one rescale for all of them.
 // Layout: thread t of block x owns row x·THREADS + t; its query row and its output row live in registers.
 #include "attention.cuh"
 #include "ptx.cuh"
@@ -38,11 +38,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_01_coalesced(con
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) O_reg[d + i] = 0.0f;
   }
-  float row_max = NEG_INF;   // largest score so far, in units of log2
+  float row_max = NEG_INF;   // running maximum of the scores, in log2 units
   float row_sum = 0.0f;      // sum of 2^(score - row_max)
 
   const int num_keys = owns_row ? visible_keys(p, q_row) : 0;
-  const int block_keys = visible_keys(p, min(first_q_row + THREADS, p.q_len) - 1);   // the last row sees the most
+  const int block_keys = visible_keys(p, min(first_q_row + THREADS, p.q_len) - 1);   // largest for the last row
   for (int tile_key = 0; tile_key < block_keys; tile_key += TILE_KV) {
     __syncthreads();   // everyone is done with the previous tile
     load_tile<TILE_KV, HEAD_DIM, THREADS, LOADS_IN_FLIGHT>(smem.K, K_gmem, p.K.row_stride, tile_key, p.kv_len);
@@ -56,7 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_01_coalesced(con
       for (int d = 0; d < HEAD_DIM; d += CHUNK) {
 #pragma unroll
         for (int k = 0; k < KEYS; ++k) {
-          const Chunk chunk = *reinterpret_cast<const Chunk*>(smem.K + (k0 + k) * HEAD_DIM + d);   // same for all lanes: a broadcast
+          const Chunk chunk = *reinterpret_cast<const Chunk*>(smem.K + (k0 + k) * HEAD_DIM + d);   // same address in all lanes: broadcast
 #pragma unroll
           for (int i = 0; i < CHUNK; ++i) score[k] += to_float(Q_reg[d / CHUNK].x[i]) * to_float(chunk.x[i]);
         }
@@ -68,12 +68,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_01_coalesced(con
         score[k] = tile_key + k0 + k < num_keys ? score[k] * p.scale_log2 : NEG_INF;
         new_max = fmaxf(new_max, score[k]);
       }
-      const float rescale = ptx::ex2_approx_ftz(row_max - new_max);   // 0 at the first keys
+      const float rescale = ptx::ex2_approx_ftz(row_max - new_max);   // 0 for a row's first visible keys
       row_max = new_max;
       row_sum *= rescale;
 #pragma unroll
       for (int k = 0; k < KEYS; ++k) {
-        score[k] = ptx::ex2_approx_ftz(score[k] - new_max);   // from here on a probability
+        score[k] = ptx::ex2_approx_ftz(score[k] - new_max);   // from here on, score[k] holds a probability
         row_sum += score[k];
       }
 

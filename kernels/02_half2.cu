@@ -1,16 +1,16 @@
 // 02_half2: packed fp16 arithmetic. Parent: 01_coalesced.
-// Question: is it the arithmetic?
-// Change: both GEMMs multiply two fp16 pairs an instruction, with no conversion of their operands. An fp16 sum loses a
-//         bit or two every few terms, so it is added to an FP32 one after at most FLUSH_TERMS terms a lane of the pair.
+// Question: is the arithmetic the bottleneck?
+// Change: both GEMMs use packed half2 FMAs, two multiply-adds per instruction, on unconverted Q, K and V. An fp16 sum loses a bit or
+//         two every few terms, so it is added to an FP32 sum after FLUSH_TERMS (QK) or KEYS (PV) terms per half of the pair.
 // Layout: thread t of block x owns row x·THREADS + t; its query row and its output row live in registers.
 #include "attention.cuh"
 #include "half2.cuh"
 #include "ptx.cuh"
 #include "tile.cuh"
 
-constexpr int FLUSH_TERMS = 8;   // of Q·K; P·V flushes after KEYS
+constexpr int FLUSH_TERMS = 8;   // terms per flush to FP32 in the QK GEMM; the PV GEMM flushes every KEYS terms
 static_assert(TILE_KV % KEYS == 0, "TILE_KV must be a multiple of KEYS");
-static_assert(HEAD_DIM % (2 * FLUSH_TERMS) == 0, "HEAD_DIM must be a whole number of flushes");
+static_assert(HEAD_DIM % (2 * FLUSH_TERMS) == 0, "HEAD_DIM must be a multiple of 2 * FLUSH_TERMS");
 
 struct SharedStorage {
   alignas(16) element K[TILE_KV * HEAD_DIM];
@@ -41,11 +41,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_02_half2(const _
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) O_reg[d + i] = 0.0f;
   }
-  float row_max = NEG_INF;   // largest score so far, in units of log2
+  float row_max = NEG_INF;   // running maximum of the scores, in log2 units
   float row_sum = 0.0f;      // sum of 2^(score - row_max)
 
   const int num_keys = owns_row ? visible_keys(p, q_row) : 0;
-  const int block_keys = visible_keys(p, min(first_q_row + THREADS, p.q_len) - 1);   // the last row sees the most
+  const int block_keys = visible_keys(p, min(first_q_row + THREADS, p.q_len) - 1);   // largest for the last row
   for (int tile_key = 0; tile_key < block_keys; tile_key += TILE_KV) {
     __syncthreads();   // everyone is done with the previous tile
     load_tile<TILE_KV, HEAD_DIM, THREADS, LOADS_IN_FLIGHT>(smem.K, K_gmem, p.K.row_stride, tile_key, p.kv_len);
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_02_half2(const _
           __half2 pair_sum = __half2half2(__ushort_as_half(0));
 #pragma unroll
           for (int c = d; c < d + 2 * FLUSH_TERMS; c += CHUNK) {
-            const Chunk chunk = *reinterpret_cast<const Chunk*>(smem.K + (k0 + k) * HEAD_DIM + c);   // same for all lanes: a broadcast
+            const Chunk chunk = *reinterpret_cast<const Chunk*>(smem.K + (k0 + k) * HEAD_DIM + c);   // same address in all lanes: broadcast
 #pragma unroll
             for (int i = 0; i < CHUNK / 2; ++i) pair_sum = __hfma2(pair_of(Q_reg[c / CHUNK], i), pair_of(chunk, i), pair_sum);
           }
@@ -76,10 +76,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_02_half2(const _
         score[k] = tile_key + k0 + k < num_keys ? score[k] * p.scale_log2 : NEG_INF;
         new_max = fmaxf(new_max, score[k]);
       }
-      const float rescale = ptx::ex2_approx_ftz(row_max - new_max);   // 0 at the first keys
+      const float rescale = ptx::ex2_approx_ftz(row_max - new_max);   // 0 for a row's first visible keys
       row_max = new_max;
       row_sum *= rescale;
-      __half2 prob[KEYS];   // each twice, one for each element of a pair
+      __half2 prob[KEYS];   // each probability, in both halves of a pair
 #pragma unroll
       for (int k = 0; k < KEYS; ++k) {
         const float exact_prob = ptx::ex2_approx_ftz(score[k] - new_max);

@@ -1,7 +1,7 @@
-// 03_warp_rows: a warp shares its rows. Parent: 02_half2.
-// Question: is it one thread's long row of registers, and the few threads that makes?
-// Change: a warp owns ROWS_PER_WARP rows together. For Q·K a lane takes every 32nd key of the tile, for P·V two elements
-//         of every 64 of the output row; maxima are exchanged by shuffles, probabilities through shared memory.
+// 03_warp_rows: the lanes of a warp share its rows. Parent: 02_half2.
+// Question: is the limit that one thread holds a whole row in registers, which leaves few threads?
+// Change: a warp owns ROWS_PER_WARP rows together. In the QK GEMM a lane scores every 32nd key of the tile; in the PV GEMM it owns
+//         two of every 64 output columns. Maxima are reduced by shuffles; probabilities are exchanged through shared memory.
 // Layout: warp w of block x owns rows (x·WARPS + w)·ROWS_PER_WARP onwards.
 #include "attention.cuh"
 #include "half2.cuh"
@@ -11,19 +11,19 @@
 
 constexpr int THREADS = WARPS * WARP;
 constexpr int TILE_Q = WARPS * ROWS_PER_WARP;
-constexpr int LANE_KEYS = TILE_KV / WARP;      // keys a lane scores: lane, lane + 32, …
-constexpr int LANE_PAIRS = HEAD_DIM / 2 / WARP;   // output pairs a lane owns: elements 2·lane, 2·lane + 1, then 64 further on
-constexpr int STRIDE = HEAD_DIM + PADDING;     // of Q and K rows: 32 lanes read 32 rows at once, padding spreads them over the banks
-constexpr int FLUSH_TERMS = 8;                 // fp16 additions a lane of a pair before the sum goes to FP32
-static_assert(TILE_KV % WARP == 0, "TILE_KV must be a multiple of 32: a lane takes every 32nd key");
+constexpr int LANE_KEYS = TILE_KV / WARP;      // keys scored per lane: lane, lane + 32, …
+constexpr int LANE_PAIRS = HEAD_DIM / 2 / WARP;   // column pairs of the output per lane: 2·lane and 2·lane + 1, then 64 further on
+constexpr int STRIDE = HEAD_DIM + PADDING;     // of Q and K rows; lanes read 32 rows of K in parallel, padding spreads them over the banks
+constexpr int FLUSH_TERMS = 8;                 // fp16 terms per half of a pair before the sum is flushed to FP32
+static_assert(TILE_KV % WARP == 0, "TILE_KV must be a multiple of 32: a lane processes every 32nd key");
 static_assert(ROWS_PER_WARP % CHUNK == 0, "ROWS_PER_WARP must be a multiple of 8: probabilities are exchanged 8 rows at a time");
-static_assert(HEAD_DIM % (2 * FLUSH_TERMS) == 0, "HEAD_DIM must be a whole number of flushes");
+static_assert(HEAD_DIM % (2 * FLUSH_TERMS) == 0, "HEAD_DIM must be a multiple of 2 * FLUSH_TERMS");
 
 struct SharedStorage {
   alignas(16) element Q[TILE_Q * STRIDE];
   alignas(16) element K[TILE_KV * STRIDE];
   alignas(16) element V[TILE_KV * HEAD_DIM];
-  alignas(16) element P[WARPS][TILE_KV * ROWS_PER_WARP];   // per warp, key by key: (TILE_KV, ROWS_PER_WARP)
+  alignas(16) element P[WARPS][TILE_KV * ROWS_PER_WARP];   // per warp, key-major: (TILE_KV, ROWS_PER_WARP)
 };
 
 extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q};
@@ -48,17 +48,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_03_warp_rows(con
   load_tile<TILE_Q, STRIDE, THREADS, LOADS_IN_FLIGHT>(smem.Q, Q_gmem, p.Q.row_stride, first_q_row, p.q_len);
 
   float O_reg[ROWS_PER_WARP][LANE_PAIRS][2] = {};
-  float row_max[ROWS_PER_WARP];        // largest score so far, in units of log2; the same in all lanes
-  float row_sum[ROWS_PER_WARP] = {};   // this lane's share of the sum of 2^(score - row_max)
+  float row_max[ROWS_PER_WARP];        // running maximum of the scores, in log2 units; the same in all lanes
+  float row_sum[ROWS_PER_WARP] = {};   // this lane's partial sum of 2^(score - row_max)
 #pragma unroll
   for (int r = 0; r < ROWS_PER_WARP; ++r) row_max[r] = NEG_INF;
 
-  const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // the last row sees the most
+  const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // largest for the last row
   for (int tile_key = 0; tile_key < block_keys; tile_key += TILE_KV) {
     __syncthreads();   // everyone is done with the previous tile
     load_tile<TILE_KV, STRIDE, THREADS, LOADS_IN_FLIGHT>(smem.K, K_gmem, p.K.row_stride, tile_key, p.kv_len);
     load_tile<TILE_KV, HEAD_DIM, THREADS, LOADS_IN_FLIGHT>(smem.V, V_gmem, p.V.row_stride, tile_key, p.kv_len);
-    __syncthreads();   // the tile is complete; the first time, Q too
+    __syncthreads();   // the tile is complete; in the first iteration, so is Q
 
     float score[ROWS_PER_WARP][LANE_KEYS] = {};
 #pragma unroll 1
@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_03_warp_rows(con
       }
 #pragma unroll
       for (int r = 0; r < ROWS_PER_WARP; ++r) {
-        const Chunk Q_chunk[2] = {*reinterpret_cast<const Chunk*>(Q_smem + r * STRIDE + d),   // broadcasts
+        const Chunk Q_chunk[2] = {*reinterpret_cast<const Chunk*>(Q_smem + r * STRIDE + d),   // broadcast: all lanes read the same address
                                   *reinterpret_cast<const Chunk*>(Q_smem + r * STRIDE + d + CHUNK)};
 #pragma unroll
         for (int k = 0; k < LANE_KEYS; ++k) {
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_03_warp_rows(con
     float rescale[ROWS_PER_WARP];
 #pragma unroll
     for (int r0 = 0; r0 < ROWS_PER_WARP; r0 += CHUNK) {
-      Chunk prob[LANE_KEYS];   // of 8 rows
+      Chunk prob[LANE_KEYS];   // per key, the probabilities of 8 rows
 #pragma unroll
       for (int i = 0; i < CHUNK; ++i) {
         const int r = r0 + i;
@@ -102,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_03_warp_rows(con
           lane_max = fmaxf(lane_max, score[r][k]);
         }
         const float new_max = fmaxf(row_max[r], lanes_max<WARP>(lane_max));
-        const float reference = new_max == NEG_INF ? 0.0f : new_max;   // no key seen yet: -inf - -inf would be NaN
-        rescale[r] = ptx::ex2_approx_ftz(row_max[r] - reference);      // 0 at the first keys
+        const float reference = new_max == NEG_INF ? 0.0f : new_max;   // no visible key yet: -inf - -inf would be NaN
+        rescale[r] = ptx::ex2_approx_ftz(row_max[r] - reference);      // 0 for a row's first visible keys
         row_max[r] = new_max;
         row_sum[r] *= rescale[r];
 #pragma unroll
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_03_warp_rows(con
         }
 #pragma unroll
         for (int r0 = 0; r0 < ROWS_PER_WARP; r0 += CHUNK) {
-          const Chunk prob = *reinterpret_cast<const Chunk*>(P_smem + k * ROWS_PER_WARP + r0);   // a broadcast
+          const Chunk prob = *reinterpret_cast<const Chunk*>(P_smem + k * ROWS_PER_WARP + r0);   // broadcast
 #pragma unroll
           for (int r = 0; r < CHUNK; ++r) {
 #pragma unroll
@@ -167,8 +167,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_03_warp_rows(con
   for (int r = 0; r < ROWS_PER_WARP; ++r) {
     const int q_row = warp_q_row + r;
     const float sum = lanes_sum<WARP>(row_sum[r]);
-    if (q_row >= p.q_len) continue;   // the same in all lanes
-    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 when the row sees no key
+    if (q_row >= p.q_len) continue;   // uniform across the warp
+    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 if the row has no visible key
 #pragma unroll
     for (int i = 0; i < LANE_PAIRS; ++i) {
       element* target = O_gmem + q_row * p.O.row_stride + 2 * (lane + i * WARP);

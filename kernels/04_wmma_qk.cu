@@ -1,7 +1,7 @@
-// 04_wmma_qk: tensor cores for Q·K. Parent: 03_warp_rows.
-// Question: what do tensor cores buy when they get half of the arithmetic?
-// Change: a warp multiplies its 16 rows with the tile's keys by WMMA and passes the FP32 scores to the softmax through
-//         shared memory, because which lane holds which element of a WMMA fragment is not specified.
+// 04_wmma_qk: tensor cores for the QK GEMM. Parent: 03_warp_rows.
+// Question: what do tensor cores gain when they do half of the arithmetic?
+// Change: a warp computes the scores of its 16 rows by WMMA and passes them to the softmax in FP32 through shared memory,
+//         because WMMA does not specify which lane holds which element of a fragment.
 // Layout: warp w of block x owns rows (x·WARPS + w)·16 onwards.
 #include "attention.cuh"
 #include "parts.cuh"
@@ -13,21 +13,21 @@
 constexpr int ROWS_PER_WARP = WMMA_TILE;
 constexpr int THREADS = WARPS * WARP;
 constexpr int TILE_Q = WARPS * ROWS_PER_WARP;
-constexpr int LANE_KEYS = TILE_KV / WARP;      // keys a lane scores: lane, lane + 32, …
-constexpr int LANE_PAIRS = HEAD_DIM / 2 / WARP;   // output pairs a lane owns: elements 2·lane, 2·lane + 1, then 64 further on
-constexpr int STRIDE = HEAD_DIM + PADDING;     // of Q and K rows: WMMA loads read many rows at once, padding spreads them over the banks
-constexpr int S_STRIDE = TILE_KV + 8;          // of score rows, in floats: 4 rows of 4 lanes' pairs then fill all 32 banks
-constexpr int FLUSH_TERMS = 8;                 // fp16 additions a lane of a pair before the sum goes to FP32
-static_assert(TILE_KV % WARP == 0, "TILE_KV must be a multiple of 32: a lane takes every 32nd key");
-static_assert(TILE_KV % FLUSH_TERMS == 0, "TILE_KV must be a whole number of flushes");
-static_assert(STRIDE % 8 == 0, "WMMA loads need rows that start on 16-byte boundaries");
+constexpr int LANE_KEYS = TILE_KV / WARP;      // keys scored per lane: lane, lane + 32, …
+constexpr int LANE_PAIRS = HEAD_DIM / 2 / WARP;   // column pairs of the output per lane: 2·lane and 2·lane + 1, then 64 further on
+constexpr int STRIDE = HEAD_DIM + PADDING;     // of Q and K rows; a WMMA load reads many rows, padding spreads them over the banks
+constexpr int S_STRIDE = TILE_KV + 8;          // of score rows, in floats: pairs stored by 4 lanes in each of 4 rows cover all 32 banks
+constexpr int FLUSH_TERMS = 8;                 // fp16 terms per half of a pair before the sum is flushed to FP32
+static_assert(TILE_KV % WARP == 0, "TILE_KV must be a multiple of 32: a lane processes every 32nd key");
+static_assert(TILE_KV % FLUSH_TERMS == 0, "TILE_KV must be a multiple of FLUSH_TERMS");
+static_assert(STRIDE % 8 == 0, "WMMA needs a row stride that is a multiple of 16 bytes");
 
 struct SharedStorage {
   alignas(16) element Q[TILE_Q * STRIDE];
   alignas(16) element K[TILE_KV * STRIDE];
   alignas(16) element V[TILE_KV * HEAD_DIM];
   alignas(16) float S[WARPS][ROWS_PER_WARP * S_STRIDE];    // per warp, (ROWS_PER_WARP, S_STRIDE)
-  alignas(16) element P[WARPS][TILE_KV * ROWS_PER_WARP];   // per warp, key by key: (TILE_KV, ROWS_PER_WARP)
+  alignas(16) element P[WARPS][TILE_KV * ROWS_PER_WARP];   // per warp, key-major: (TILE_KV, ROWS_PER_WARP)
 };
 
 extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q};
@@ -53,13 +53,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_04_wmma_qk(const
   load_tile<TILE_Q, STRIDE, THREADS, LOADS_IN_FLIGHT>(smem.Q, Q_gmem, p.Q.row_stride, first_q_row, p.q_len);
 
   float O_reg[ROWS_PER_WARP][LANE_PAIRS][2] = {};
-  float row_max[ROWS_PER_WARP];        // largest score so far, in units of log2; the same in all lanes
-  float row_sum[ROWS_PER_WARP] = {};   // this lane's share of the sum of 2^(score - row_max)
+  float row_max[ROWS_PER_WARP];        // running maximum of the scores, in log2 units; the same in all lanes
+  float row_sum[ROWS_PER_WARP] = {};   // this lane's partial sum of 2^(score - row_max)
 #pragma unroll
   for (int r = 0; r < ROWS_PER_WARP; ++r) row_max[r] = NEG_INF;
   if constexpr (!does(Part::PV)) stand_in<ROWS_PER_WARP * LANE_PAIRS * 2>(&O_reg[0][0][0]);
 
-  const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // the last row sees the most
+  const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // largest for the last row
   const auto fetch = [&](int tile_key) {
     load_tile<TILE_KV, STRIDE, THREADS, LOADS_IN_FLIGHT>(smem.K, K_gmem, p.K.row_stride, tile_key, p.kv_len);
     load_tile<TILE_KV, HEAD_DIM, THREADS, LOADS_IN_FLIGHT>(smem.V, V_gmem, p.V.row_stride, tile_key, p.kv_len);
@@ -68,7 +68,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_04_wmma_qk(const
   for (int tile_key = 0; tile_key < block_keys; tile_key += TILE_KV) {
     __syncthreads();   // everyone is done with the previous tile
     if constexpr (does(Part::MEMORY)) fetch(tile_key);
-    __syncthreads();   // the tile is complete; the first time, Q too
+    __syncthreads();   // the tile is complete; in the first iteration, so is Q
 
 #pragma unroll
     for (int k0 = 0; k0 < TILE_KV; k0 += WMMA_TILE) {
@@ -89,7 +89,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_04_wmma_qk(const
     float rescale[ROWS_PER_WARP];
 #pragma unroll
     for (int r0 = 0; r0 < ROWS_PER_WARP; r0 += CHUNK) {
-      Chunk prob[LANE_KEYS];   // of 8 rows
+      Chunk prob[LANE_KEYS];   // per key, the probabilities of 8 rows
 #pragma unroll
       for (int i = 0; i < CHUNK; ++i) {
         const int r = r0 + i;
@@ -108,8 +108,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_04_wmma_qk(const
           lane_max = fmaxf(lane_max, score[k]);
         }
         const float new_max = fmaxf(row_max[r], lanes_max<WARP>(lane_max));
-        const float reference = new_max == NEG_INF ? 0.0f : new_max;   // no key seen yet: -inf - -inf would be NaN
-        rescale[r] = ptx::ex2_approx_ftz(row_max[r] - reference);      // 0 at the first keys
+        const float reference = new_max == NEG_INF ? 0.0f : new_max;   // no visible key yet: -inf - -inf would be NaN
+        rescale[r] = ptx::ex2_approx_ftz(row_max[r] - reference);      // 0 for a row's first visible keys
         row_max[r] = new_max;
         row_sum[r] *= rescale[r];
 #pragma unroll
@@ -146,7 +146,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_04_wmma_qk(const
         }
 #pragma unroll
         for (int r0 = 0; r0 < ROWS_PER_WARP; r0 += CHUNK) {
-          const Chunk prob = *reinterpret_cast<const Chunk*>(P_smem + k * ROWS_PER_WARP + r0);   // a broadcast
+          const Chunk prob = *reinterpret_cast<const Chunk*>(P_smem + k * ROWS_PER_WARP + r0);   // broadcast
 #pragma unroll
           for (int r = 0; r < CHUNK; ++r) {
 #pragma unroll
@@ -173,8 +173,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_04_wmma_qk(const
   for (int r = 0; r < ROWS_PER_WARP; ++r) {
     const int q_row = warp_q_row + r;
     const float sum = does(Part::SOFTMAX) ? lanes_sum<WARP>(row_sum[r]) : 1.0f;
-    if (q_row >= p.q_len) continue;   // the same in all lanes
-    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 when the row sees no key
+    if (q_row >= p.q_len) continue;   // uniform across the warp
+    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 if the row has no visible key
 #pragma unroll
     for (int i = 0; i < LANE_PAIRS; ++i) {
       element* target = O_gmem + q_row * p.O.row_stride + 2 * (lane + i * WARP);

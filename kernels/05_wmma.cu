@@ -1,8 +1,8 @@
 // 05_wmma: tensor cores for both GEMMs, fused. Parent: 04_wmma_qk.
-// Question: and when they get all of it?
-// Change: P·V by WMMA too. The output stays in accumulator fragments; a rescaling factor a row reaches them as a 16 × 16
-//         tile of equal columns, loaded as a fragment of the same type, in which element i belongs to the same row.
-// Layout: warp w of block x owns rows (x·WARPS + w)·16 onwards; for the softmax 8 lanes share a row.
+// Question: what do tensor cores gain when they do all of the arithmetic?
+// Change: the PV GEMM uses WMMA too. The output stays in accumulator fragments. Per-row rescale factors reach them as a 16 × 16
+//         tile of equal columns, loaded as a fragment of the same type: element i belongs to the same row in both.
+// Layout: warp w of block x owns rows (x·WARPS + w)·16 onwards; in the softmax 8 lanes share a row.
 #include "attention.cuh"
 #include "ptx.cuh"
 #include "reduce.cuh"
@@ -13,14 +13,14 @@ constexpr int ROWS_PER_WARP = WMMA_TILE;
 constexpr int THREADS = WARPS * WARP;
 constexpr int TILE_Q = WARPS * ROWS_PER_WARP;
 constexpr int ROW_LANES = 8;                      // lanes that share a row in the softmax
-constexpr int PASSES = ROWS_PER_WARP * ROW_LANES / WARP;   // rows that a lane meets
-constexpr int QUAD = 4;                           // scores a lane reads at once: 16 bytes
+constexpr int PASSES = ROWS_PER_WARP * ROW_LANES / WARP;   // rows per lane in the softmax
+constexpr int QUAD = 4;                           // scores per 16-byte load of a lane
 constexpr int LANE_QUADS = TILE_KV / (ROW_LANES * QUAD);
-constexpr int STRIDE = HEAD_DIM + PADDING;        // of Q, K and V rows: WMMA loads read many rows at once, padding spreads them over the banks
-constexpr int P_STRIDE = TILE_KV + PADDING;       // of probability rows, for the same reason
-constexpr int S_STRIDE = TILE_KV + 8;             // of score rows, in floats: 4 rows of 4 lanes' pairs then fill all 32 banks
+constexpr int STRIDE = HEAD_DIM + PADDING;        // of Q, K and V rows; a WMMA load reads many rows, padding spreads them over the banks
+constexpr int P_STRIDE = TILE_KV + PADDING;       // of probability rows, padded for the same reason
+constexpr int S_STRIDE = TILE_KV + 8;             // of score rows, in floats: pairs stored by 4 lanes in each of 4 rows cover all 32 banks
 static_assert(TILE_KV % (ROW_LANES * QUAD) == 0, "TILE_KV must be a multiple of 32: 8 lanes read 4 scores each at a time");
-static_assert(STRIDE % 8 == 0, "WMMA loads need rows that start on 16-byte boundaries");
+static_assert(STRIDE % 8 == 0, "WMMA needs a row stride that is a multiple of 16 bytes");
 
 struct SharedStorage {
   alignas(32) element Q[TILE_Q * STRIDE];
@@ -54,8 +54,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_05_wmma(const __
   float* S_smem = smem.S[warp];                                       // (ROWS_PER_WARP, S_STRIDE)
   element* P_smem = smem.P[warp];                                     // (ROWS_PER_WARP, P_STRIDE)
 
-  // In pass i of the softmax this lane works on row i + 4·(lane / 8): the rows that a half warp writes at once are then
-  // 4 apart, which with PADDING 8 puts them in different banks.
+  // In pass i of the softmax this lane processes row i + 4·(lane / 8). The two rows that a half warp writes together are then
+  // 4 apart, which with PADDING 8 places them in different banks.
   const int lane_row = lane / ROW_LANES * PASSES;
   const int lane_col = lane % ROW_LANES * QUAD;
 
@@ -64,17 +64,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_05_wmma(const __
   FragC O_frag[HEAD_DIM / WMMA_TILE];
 #pragma unroll
   for (int j = 0; j < HEAD_DIM / WMMA_TILE; ++j) wmma::fill_fragment(O_frag[j], 0.0f);
-  float row_max[PASSES];        // largest score so far, in units of log2; the same in the 8 lanes of a row
-  float row_sum[PASSES] = {};   // this lane's share of the sum of 2^(score - row_max)
+  float row_max[PASSES];        // running maximum of the scores, in log2 units; the same in the 8 lanes of a row
+  float row_sum[PASSES] = {};   // this lane's partial sum of 2^(score - row_max)
 #pragma unroll
   for (int i = 0; i < PASSES; ++i) row_max[i] = NEG_INF;
 
-  const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // the last row sees the most
+  const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // largest for the last row
   for (int tile_key = 0; tile_key < block_keys; tile_key += TILE_KV) {
     __syncthreads();   // everyone is done with the previous tile
     load_tile<TILE_KV, STRIDE, THREADS, LOADS_IN_FLIGHT>(smem.K, K_gmem, p.K.row_stride, tile_key, p.kv_len);
     load_tile<TILE_KV, STRIDE, THREADS, LOADS_IN_FLIGHT>(smem.V, V_gmem, p.V.row_stride, tile_key, p.kv_len);
-    __syncthreads();   // the tile is complete; the first time, Q too
+    __syncthreads();   // the tile is complete; in the first iteration, so is Q
 
 #pragma unroll
     for (int k0 = 0; k0 < TILE_KV; k0 += WMMA_TILE) {
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_05_wmma(const __
 #pragma unroll
     for (int i = 0; i < PASSES; ++i) {
       const int row = lane_row + i;
-      const int num_keys = visible_keys(p, warp_q_row + row) - tile_key;   // of this tile
+      const int num_keys = visible_keys(p, warp_q_row + row) - tile_key;   // counted from the tile's first key
       float4 score[LANE_QUADS];
       float lane_max = NEG_INF;
 #pragma unroll
@@ -108,10 +108,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_05_wmma(const __
         score[q].w = col + 3 < num_keys ? score[q].w * p.scale_log2 : NEG_INF;
         lane_max = fmaxf(lane_max, fmaxf(fmaxf(score[q].x, score[q].y), fmaxf(score[q].z, score[q].w)));
       }
-      __syncwarp();   // the row's scores are in registers: its factor may take their place
+      __syncwarp();   // the row's scores are in registers: its rescale factor may overwrite them
       const float new_max = fmaxf(row_max[i], lanes_max<ROW_LANES>(lane_max));
-      const float reference = new_max == NEG_INF ? 0.0f : new_max;           // no key seen yet: -inf - -inf would be NaN
-      const float rescale = ptx::ex2_approx_ftz(row_max[i] - reference);     // 0 at the first keys
+      const float reference = new_max == NEG_INF ? 0.0f : new_max;           // no visible key yet: -inf - -inf would be NaN
+      const float rescale = ptx::ex2_approx_ftz(row_max[i] - reference);     // 0 for a row's first visible keys
       row_max[i] = new_max;
       row_sum[i] *= rescale;
 #pragma unroll
@@ -147,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_05_wmma(const __
   for (int i = 0; i < PASSES; ++i) {
     const int row = lane_row + i;
     const float sum = lanes_sum<ROW_LANES>(row_sum[i]);
-    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 when the row sees no key
+    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 if the row has no visible key
     *reinterpret_cast<float2*>(S_smem + row * S_STRIDE + lane % ROW_LANES * 2) = make_float2(inv_sum, inv_sum);
     if (p.LSE && lane % ROW_LANES == 0 && warp_q_row + row < p.q_len) {
       const long long lse_row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + warp_q_row + row;
@@ -156,9 +156,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_05_wmma(const __
   }
   __syncwarp();   // the warp's factors are complete
   scale_rows<HEAD_DIM / WMMA_TILE, S_STRIDE>(O_frag, S_smem);
-  __syncwarp();   // the factors are used up: their buffer may carry the output
+  __syncwarp();   // the factors have been read: their buffer can now hold the output
 
-  // The output leaves 16 columns at a time through the warp's score buffer: a lane takes 8 columns of one row.
+  // The output is staged through the warp's score buffer, 16 columns at a time; a lane stores 8 columns of one row.
   element* O_gmem = head_of(p.O, batch, head);   // (q_len, HEAD_DIM)
   const int q_row = warp_q_row + lane / 2;
 #pragma unroll

@@ -1,8 +1,8 @@
-// 06_cp_async: the next tiles arrive while this one is worked on. Parent: 05_wmma.
-// Question: how much of the time was waiting for memory?
-// Change: K and V go through a ring of PIPELINE_STAGES shared-memory buffers filled by cp.async; and a row block of 16 rows
-//         may be shared by several warps (each takes every n-th 16-column block), so that more warps can hide latency.
-// Layout: warp w of block x works on row block w / GROUP of rows x·TILE_Q onwards; for the softmax 8 lanes share a row.
+// 06_cp_async: copies of the next tiles overlap the arithmetic on this one. Parent: 05_wmma.
+// Question: how much of the time was spent waiting for memory?
+// Change: K and V go through a ring of PIPELINE_STAGES shared-memory buffers filled by cp.async. In addition, several warps may
+//         share a row block of 16 rows (each processes every n-th 16-column block), so that more warps can hide latency.
+// Layout: warp w of block x works on row block w / GROUP of rows x·TILE_Q onwards; in the softmax 8 lanes share a row.
 #include "attention.cuh"
 #include "parts.cuh"
 #include "ptx.cuh"
@@ -10,8 +10,8 @@
 #include "tile.cuh"
 #include "wmma.cuh"
 
-// For ablations, what the stage does first. REDUCTION: maxima of a row by shuffles (0), or through shared memory, where each lane
-// reads all of them after a barrier of the warp (1), or in pairs with barriers of the block (2). DESCENDING: the last keys first.
+// Ablations; the stage itself uses 0. REDUCTION: the row maximum is reduced by shuffles (0), through shared memory with each lane
+// reading all values after a warp barrier (1), or pairwise with block barriers (2). DESCENDING 1: KV tiles run from last to first.
 #ifndef REDUCTION
 #define REDUCTION 0
 #endif
@@ -22,22 +22,22 @@
 constexpr int THREADS = WARPS * WARP;
 constexpr int ROW_BLOCKS = TILE_Q / WMMA_TILE;
 constexpr int GROUP = WARPS / ROW_BLOCKS;         // warps that share a row block
-constexpr int WARP_O_BLOCKS = HEAD_DIM / WMMA_TILE / GROUP;   // output column blocks a warp owns
+constexpr int WARP_O_BLOCKS = HEAD_DIM / WMMA_TILE / GROUP;   // output column blocks per warp
 constexpr int ROW_LANES = 8;                      // lanes that share a row in the softmax
-constexpr int PASSES = WMMA_TILE * ROW_LANES / WARP / GROUP;   // rows that a lane meets
-constexpr int QUAD = 4;                           // scores a lane reads at once: 16 bytes
+constexpr int PASSES = WMMA_TILE * ROW_LANES / WARP / GROUP;   // rows per lane in the softmax
+constexpr int QUAD = 4;                           // scores per 16-byte load of a lane
 constexpr int LANE_QUADS = TILE_KV / (ROW_LANES * QUAD);
-constexpr int STRIDE = HEAD_DIM + PADDING;        // of Q, K and V rows: WMMA loads read many rows at once, padding spreads them over the banks
-constexpr int P_STRIDE = TILE_KV + PADDING;       // of probability rows, for the same reason
-constexpr int S_STRIDE = TILE_KV + 8;             // of score rows, in floats: 4 rows of 4 lanes' pairs then fill all 32 banks
+constexpr int STRIDE = HEAD_DIM + PADDING;        // of Q, K and V rows; a WMMA load reads many rows, padding spreads them over the banks
+constexpr int P_STRIDE = TILE_KV + PADDING;       // of probability rows, padded for the same reason
+constexpr int S_STRIDE = TILE_KV + 8;             // of score rows, in floats: pairs stored by 4 lanes in each of 4 rows cover all 32 banks
 static_assert(TILE_Q % WMMA_TILE == 0 && WARPS % ROW_BLOCKS == 0 && GROUP <= 4,
               "TILE_Q must be a multiple of 16, and 1, 2 or 4 warps must share each 16 rows");
 static_assert(TILE_KV / WMMA_TILE % GROUP == 0 && HEAD_DIM / WMMA_TILE % GROUP == 0,
-              "the warps of a group must share the key and the output column blocks evenly");
-static_assert(PIPELINE_STAGES >= 1, "there must be a buffer");
+              "the key blocks and the output column blocks must divide evenly among the warps of a group");
+static_assert(PIPELINE_STAGES >= 1, "PIPELINE_STAGES must be at least 1");
 static_assert(REDUCTION <= 2 && DESCENDING <= 1, "REDUCTION is 0, 1 or 2, DESCENDING 0 or 1");
 static_assert(TILE_KV % (ROW_LANES * QUAD) == 0, "TILE_KV must be a multiple of 32: 8 lanes read 4 scores each at a time");
-static_assert(STRIDE % 8 == 0, "WMMA loads need rows that start on 16-byte boundaries");
+static_assert(STRIDE % 8 == 0, "WMMA needs a row stride that is a multiple of 16 bytes");
 
 struct SharedStorage {
   alignas(32) element Q[TILE_Q * STRIDE];
@@ -53,8 +53,8 @@ struct alignas(8) Quad {
   element x[QUAD];
 };
 
-// `load_tile` by cp.async: returns at once, the caller commits the group and waits for it. Unaligned rows cannot be copied
-// 16 bytes at a time; they are loaded and stored before it returns, which no wait and barrier of the caller minds.
+// `load_tile` with cp.async: issues the copies and returns; the caller commits the group and waits for it. Unaligned rows cannot
+// be copied 16 bytes at a time, so they are loaded and stored synchronously; the caller's wait and barrier cover that case too.
 template <int ROWS>
 __device__ __forceinline__ void load_tile_async(element* tile_smem, const element* head_gmem, long long row_stride,
                                                 int first_row, int num_rows) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void load_tile_async(element* tile_smem, const elemen
   }
 }
 
-// Between the warps of a row block.
+// Synchronises the warps that share a row block.
 __device__ __forceinline__ void group_sync() {
   if constexpr (GROUP == 1) {
     __syncwarp();
@@ -82,7 +82,7 @@ __device__ __forceinline__ void group_sync() {
   }
 }
 
-// The largest number of the lanes that share a row.
+// The maximum over the lanes that share a row.
 template <int HOW>
 __device__ __forceinline__ float max_of_row(float x) {
   if constexpr (HOW == 0) {
@@ -91,17 +91,17 @@ __device__ __forceinline__ float max_of_row(float x) {
     __shared__ float shared_x[THREADS];
     if constexpr (HOW == 1) {
       shared_x[threadIdx.x] = x;
-      __syncwarp();   // the row's numbers are there
+      __syncwarp();   // the row's values have been written
 #pragma unroll
       for (int i = 1; i < ROW_LANES; ++i) x = fmaxf(x, shared_x[threadIdx.x ^ i]);
-      __syncwarp();   // the row's numbers are used up
+      __syncwarp();   // the row's values have been read
     } else {
 #pragma unroll
       for (int distance = ROW_LANES / 2; distance > 0; distance /= 2) {
         shared_x[threadIdx.x] = x;
-        __syncthreads();   // the row's numbers are there
+        __syncthreads();   // the row's values have been written
         x = fmaxf(x, shared_x[threadIdx.x ^ distance]);
-        __syncthreads();   // the row's numbers are used up
+        __syncthreads();   // the row's values have been read
       }
     }
     return x;
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
   const int lane = threadIdx.x % WARP;
   const int first_q_row = blockIdx.x * TILE_Q;
   const int row_block = warp / GROUP;
-  const int part = warp % GROUP;   // of the row block's columns, and of its rows in the softmax
+  const int part = warp % GROUP;   // selects the warp's columns of the row block, and its rows in the softmax
   const int block_q_row = first_q_row + row_block * WMMA_TILE;
   const int head = blockIdx.y;
   const int batch = blockIdx.z;
@@ -128,8 +128,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
   float* S_smem = smem.S[row_block];                                  // (16, S_STRIDE)
   element* P_smem = smem.P[row_block];                                // (16, P_STRIDE)
 
-  // In pass i of the softmax this lane works on row PASSES·part + i + 4·(lane / 8): the rows that a half warp writes at
-  // once are then 4 apart, which with PADDING 8 puts them in different banks.
+  // In pass i of the softmax this lane processes row PASSES·part + i + 4·(lane / 8). The two rows that a half warp writes
+  // together are then 4 apart, which with PADDING 8 places them in different banks.
   const int lane_row = part * PASSES + lane / ROW_LANES * (WMMA_TILE * ROW_LANES / WARP);
   const int lane_col = lane % ROW_LANES * QUAD;
 
@@ -139,14 +139,14 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
   if constexpr (!does(Part::PV)) {
     for (FragC& block : O_frag) stand_in<FragC::num_elements>(block.x);
   }
-  float row_max[PASSES];        // largest score so far, in units of log2; the same in the 8 lanes of a row
-  float row_sum[PASSES] = {};   // this lane's share of the sum of 2^(score - row_max)
+  float row_max[PASSES];        // running maximum of the scores, in log2 units; the same in the 8 lanes of a row
+  float row_sum[PASSES] = {};   // this lane's partial sum of 2^(score - row_max)
 #pragma unroll
   for (int i = 0; i < PASSES; ++i) row_max[i] = NEG_INF;
 
-  const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // the last row sees the most
+  const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // largest for the last row
   const int num_tiles = (block_keys + TILE_KV - 1) / TILE_KV;
-  // Fetch one tile into its buffer of the ring. Always commits, so that the number of groups is the number of tiles.
+  // Issues the copies of one tile into its ring buffer. Always commits a group, possibly empty, so that groups stay in step with tiles.
   const auto fetch = [&](int tile) {
     if (tile < num_tiles) {
       const int buffer = tile % PIPELINE_STAGES;
@@ -157,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
     ptx::cp_async_commit_group();
   };
 
-  load_tile_async<TILE_Q>(smem.Q, Q_gmem, p.Q.row_stride, first_q_row, p.q_len);   // in the first tile's group
+  load_tile_async<TILE_Q>(smem.Q, Q_gmem, p.Q.row_stride, first_q_row, p.q_len);   // committed with the first tile's group
   for (int tile = 0; tile < PIPELINE_STAGES - 1; ++tile) fetch(tile);
   if constexpr (!does(Part::MEMORY)) fetch(PIPELINE_STAGES - 1);
 
@@ -166,13 +166,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
     const element* K_smem = smem.K[tile % PIPELINE_STAGES];   // (TILE_KV, STRIDE)
     const element* V_smem = smem.V[tile % PIPELINE_STAGES];   // (TILE_KV, STRIDE)
     if constexpr (PIPELINE_STAGES == 1) {
-      __syncthreads();   // everyone is done with the previous tile, which the only buffer holds
+      __syncthreads();   // all threads are done with the previous tile, which occupies the only buffer
       if constexpr (does(Part::MEMORY)) fetch(tile);
       ptx::cp_async_wait_group<0>();
-      __syncthreads();   // everyone's copies have landed
+      __syncthreads();   // all threads' copies have landed
     } else {
-      ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this tile's own copies have landed; younger tiles may be under way
-      __syncthreads();   // everyone's have; and everyone is done with the previous tile, whose buffer is next to be filled
+      ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this tile's own copies have landed; later tiles may still be in flight
+      __syncthreads();   // all threads' copies have landed, and all are done with the previous tile, whose buffer is filled next
       if constexpr (does(Part::MEMORY)) {
         fetch(tile + PIPELINE_STAGES - 1);
       } else {
@@ -194,12 +194,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
       }
       wmma::store_matrix_sync(S_smem + k0, S_frag, S_STRIDE, wmma::mem_row_major);
     }
-    group_sync();   // the row block's scores are complete; and its probabilities of the previous tile are used up
+    group_sync();   // the row block's scores are complete, and its probabilities of the previous tile have been read
 
 #pragma unroll
     for (int i = 0; i < PASSES; ++i) {
       const int row = lane_row + i;
-      const int num_keys = visible_keys(p, block_q_row + row) - tile_key;   // of this tile
+      const int num_keys = visible_keys(p, block_q_row + row) - tile_key;   // counted from the tile's first key
       float4 score[LANE_QUADS];
       float lane_max = NEG_INF;
 #pragma unroll
@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
         score[q].w = col + 3 < num_keys ? score[q].w * p.scale_log2 : NEG_INF;
         lane_max = fmaxf(lane_max, fmaxf(fmaxf(score[q].x, score[q].y), fmaxf(score[q].z, score[q].w)));
       }
-      __syncwarp();   // the row's scores are in registers: its factor may take their place
+      __syncwarp();   // the row's scores are in registers: its rescale factor may overwrite them
       if constexpr (!does(Part::SOFTMAX)) {
 #pragma unroll
         for (int q = 0; q < LANE_QUADS; ++q) {
@@ -224,8 +224,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
         continue;
       }
       const float new_max = fmaxf(row_max[i], max_of_row<REDUCTION>(lane_max));
-      const float reference = new_max == NEG_INF ? 0.0f : new_max;           // no key seen yet: -inf - -inf would be NaN
-      const float rescale = ptx::ex2_approx_ftz(row_max[i] - reference);     // 0 at the first keys
+      const float reference = new_max == NEG_INF ? 0.0f : new_max;           // no visible key yet: -inf - -inf would be NaN
+      const float rescale = ptx::ex2_approx_ftz(row_max[i] - reference);     // 0 for a row's first visible keys
       row_max[i] = new_max;
       row_sum[i] *= rescale;
 #pragma unroll
@@ -240,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
       }
       *reinterpret_cast<float2*>(S_smem + row * S_STRIDE + lane % ROW_LANES * 2) = make_float2(rescale, rescale);
     }
-    group_sync();   // the row block's probabilities and factors are complete; and its scores are used up
+    group_sync();   // the row block's probabilities and factors are complete, and its scores have been read
 
     if constexpr (does(Part::SOFTMAX)) scale_rows<WARP_O_BLOCKS, S_STRIDE>(O_frag, S_smem);
 #pragma unroll
@@ -255,13 +255,13 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
       }
     }
   }
-  group_sync();   // the row block is done with its factors
+  group_sync();   // all warps of the row block have read its factors
 
 #pragma unroll
   for (int i = 0; i < PASSES; ++i) {
     const int row = lane_row + i;
     const float sum = does(Part::SOFTMAX) ? lanes_sum<ROW_LANES>(row_sum[i]) : 1.0f;
-    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 when the row sees no key
+    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 if the row has no visible key
     *reinterpret_cast<float2*>(S_smem + row * S_STRIDE + lane % ROW_LANES * 2) = make_float2(inv_sum, inv_sum);
     if (p.LSE && lane % ROW_LANES == 0 && block_q_row + row < p.q_len) {
       const long long lse_row = (static_cast<long long>(batch) * p.q_heads + head) * p.q_len + block_q_row + row;
@@ -270,9 +270,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_06_cp_async(cons
   }
   group_sync();   // the row block's factors are complete
   scale_rows<WARP_O_BLOCKS, S_STRIDE>(O_frag, S_smem);
-  group_sync();   // the factors are used up: their buffer may carry the output
+  group_sync();   // the factors have been read: their buffer can now hold the output
 
-  // The output leaves 16 columns at a time through the warp's part of the score buffer: a lane takes 8 columns of one row.
+  // The output is staged through the warp's part of the score buffer, 16 columns at a time; a lane stores 8 columns of one row.
   static_assert(GROUP * WMMA_TILE <= S_STRIDE, "each warp of a group needs 16 columns of the score buffer");
   element* O_gmem = head_of(p.O, batch, head);   // (q_len, HEAD_DIM)
   const int q_row = block_q_row + lane / 2;

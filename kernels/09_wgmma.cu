@@ -1,13 +1,13 @@
-// 09_wgmma: a warpgroup multiplies 64 rows at once, and a copy engine fetches its tiles. Parent: 08_swizzle.
-// Question: what do Hopper's own matrix instruction and tensor copies bring, in a loop that is otherwise the same?
-// Change: wgmma multiplies Q·K from shared memory and P·V with P from registers; one thread starts a tensor copy per tile, which
-//         lays it down swizzled, and an mbarrier announces it. No thread computes an address or waits for its own copy.
-// Layout: warpgroup w of block x works on rows x·TILE_Q + 64·w onwards; see hopper.cuh for tiles and registers.
+// 09_wgmma: a warpgroup multiplies 64 rows per instruction, and TMA loads its tiles. Parent: 08_swizzle.
+// Question: what do Hopper's wgmma and TMA loads gain in an otherwise unchanged loop?
+// Change: wgmma computes Q·K from shared memory and P·V with P from registers; one thread issues a TMA load per tile, which writes
+//         it swizzled, and an mbarrier signals its arrival. No thread computes addresses or waits for its own copies.
+// Layout: warpgroup w of block x works on rows x·TILE_Q + 64·w onwards; see hopper.cuh for the layout of tiles and registers.
 // Requires: sm_90a.
 #include "hopper.cuh"
 
-// For ablations, what the stage does first. FEED: tiles by tensor copies (0), or by every thread's own cp.async, 16 bytes each (1).
-// DESCENDING: the last keys first.
+// Ablations; the stage itself uses 0. FEED: tiles are loaded by TMA (0), or by all threads with cp.async, 16 bytes each (1).
+// DESCENDING 1: KV tiles run from last to first.
 #ifndef FEED
 #define FEED 0
 #endif
@@ -17,12 +17,12 @@
 
 constexpr int THREADS = NUM_WARPGROUPS * WARPGROUP;
 constexpr int TILE_Q = NUM_WARPGROUPS * WGMMA_ROWS;
-static_assert(TILE_KV % WGMMA_STEP == 0 && TILE_KV <= 256, "TILE_KV must be a multiple of 16 up to 256: an instruction's N and K");
+static_assert(TILE_KV % WGMMA_STEP == 0 && TILE_KV <= 256, "TILE_KV must be a multiple of 16 (wgmma K) and at most 256 (wgmma N)");
 static_assert(FEED <= 1 && DESCENDING <= 1, "FEED and DESCENDING are 0 or 1");
-static_assert(PIPELINE_STAGES >= 2, "one buffer must be free to be filled while another is in use");
+static_assert(PIPELINE_STAGES >= 2, "PIPELINE_STAGES must be at least 2: one buffer is filled while another is in use");
 
 struct SharedStorage {
-  alignas(PATTERN_BYTES) element Q[NUM_WARPGROUPS][WGMMA_ROWS * HEAD_DIM];   // each warpgroup's own; then its output
+  alignas(PATTERN_BYTES) element Q[NUM_WARPGROUPS][WGMMA_ROWS * HEAD_DIM];   // one tile per warpgroup, later its output
   alignas(PATTERN_BYTES) element K[PIPELINE_STAGES][TILE_KV * HEAD_DIM];
   alignas(PATTERN_BYTES) element V[PIPELINE_STAGES][TILE_KV * HEAD_DIM];
   ptx::Mbarrier Q_full;
@@ -32,9 +32,9 @@ static_assert(sizeof(SharedStorage) <= BLOCK_SMEM_BYTES, "the tiles must fit int
 
 extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q, WGMMA_ROWS, TILE_KV};
 
-constexpr bool BY_THREADS = FEED && ALIGNED;   // rows that are not aligned are copied by hand either way
+constexpr bool BY_THREADS = FEED && ALIGNED;   // unaligned rows are copied by plain loads and stores either way
 
-// `fill` by cp.async: all threads call it, commit the group and wait for it, each for its own copies.
+// `fill` with cp.async: all threads call it; each commits the group and waits for it, for its own copies.
 template <int ROWS>
 __device__ __forceinline__ void fill_by_threads(element* tile_smem, const Source& source, int first_row) {
   using Share = TileShare<ROWS, THREADS>;
@@ -53,7 +53,7 @@ attention_09_wgmma(const __grid_constant__ AttentionParams p, const __grid_const
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
-  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);   // by a shuffle, so that ptxas sees one for a warp
+  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);   // broadcast from lane 0, so that it is warp-uniform to ptxas
   const int warp = threadIdx.x % WARPGROUP / WARP;
   const int lane = threadIdx.x % WARP;
   const int first_q_row = blockIdx.x * TILE_Q;
@@ -65,21 +65,21 @@ attention_09_wgmma(const __grid_constant__ AttentionParams p, const __grid_const
   const Source K_source = {&maps.K, &p.K, p.kv_len, kv_head, batch};
   const Source V_source = {&maps.V, &p.V, p.kv_len, kv_head, batch};
 
-  const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // the last row sees the most
+  const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // largest for the last row
   const int num_tiles = (block_keys + TILE_KV - 1) / TILE_KV;
   const int lane_row = group_q_row + warp * 16 + lane / ROW_LANES;
   const int lane_col = lane % ROW_LANES * 2;
-  const int unmasked_keys = p.scale_log2 > 0.0f ? visible_keys(p, group_q_row) : 0;   // by all rows of the warpgroup
+  const int unmasked_keys = p.scale_log2 > 0.0f ? visible_keys(p, group_q_row) : 0;   // keys visible to all of the warpgroup's rows
 
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(&smem.Q_full, FILL_ARRIVALS<THREADS>);
     for (int stage = 0; stage < PIPELINE_STAGES; ++stage) ptx::mbarrier_init(&smem.KV_full[stage], FILL_ARRIVALS<THREADS>);
     ptx::fence_mbarrier_init();
   }
-  __syncthreads();   // the barriers exist
+  __syncthreads();   // the mbarriers are initialised
 
   const bool fills = !ALIGNED || threadIdx.x == 0;
-  // Fetch one tile into its buffer of the ring.
+  // Loads a tile of K and V into its stage of the ring.
   const auto fetch = [&](int tile) {
     const int tile_key = (DESCENDING ? num_tiles - 1 - tile : tile) * TILE_KV;
     if constexpr (BY_THREADS) {
@@ -87,7 +87,7 @@ attention_09_wgmma(const __grid_constant__ AttentionParams p, const __grid_const
         fill_by_threads<TILE_KV>(smem.K[tile % PIPELINE_STAGES], K_source, tile_key);
         fill_by_threads<TILE_KV>(smem.V[tile % PIPELINE_STAGES], V_source, tile_key);
       }
-      ptx::cp_async_commit_group();   // empty past the last tile, so that the number of groups is the number of tiles
+      ptx::cp_async_commit_group();   // empty past the last tile, because the wait below counts one group per tile
     } else if (fills && tile < num_tiles) {
       const int stage = tile % PIPELINE_STAGES;
       ptx::Mbarrier* full = &smem.KV_full[stage];
@@ -113,18 +113,18 @@ attention_09_wgmma(const __grid_constant__ AttentionParams p, const __grid_const
   const Descriptor V_desc = columns_descriptor<TILE_KV>(smem.V[0]);
   float O_reg[HEAD_DIM / 2] = {};
   RowState rows;
-  if constexpr (!BY_THREADS) ptx::mbarrier_wait_parity(&smem.Q_full, 0);   // else Q is in the first tile's group
+  if constexpr (!BY_THREADS) ptx::mbarrier_wait_parity(&smem.Q_full, 0);   // with cp.async, Q is in the first tile's group
 
   for (int tile = 0; tile < num_tiles; ++tile) {
     const int stage = tile % PIPELINE_STAGES;
     const int tile_key = (DESCENDING ? num_tiles - 1 - tile : tile) * TILE_KV;
     if constexpr (BY_THREADS) {
-      ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this thread's copies of the tile have landed
-      ptx::fence_proxy_async_shared();                   // the tensor cores will read them
+      ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this thread's copies of the tile are complete
+      ptx::fence_proxy_async_shared();                   // orders them before wgmma's reads in the async proxy
     } else {
       ptx::mbarrier_wait_parity(&smem.KV_full[stage], tile / PIPELINE_STAGES & 1);
     }
-    __syncthreads();   // everyone is done with the previous tile, whose buffer is next to be filled
+    __syncthreads();   // all warps are done with the previous tile, whose buffer is filled next
     fetch(tile + PIPELINE_STAGES - 1);
 
     float S_reg[TILE_KV / 2];
@@ -149,8 +149,8 @@ attention_09_wgmma(const __grid_constant__ AttentionParams p, const __grid_const
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(O_reg);
   }
-  if constexpr (BY_THREADS) ptx::cp_async_wait_all();   // where no row sees a key, Q is still on its way
-  __syncthreads();   // everyone is done with Q, whose place the output takes
+  if constexpr (BY_THREADS) ptx::cp_async_wait_all();   // if no row has a visible key, Q may still be in flight
+  __syncthreads();   // all warps are done with Q, whose buffer is reused for the output
 
   write_output(p, O_reg, rows, smem.Q[warpgroup], warp, lane, group_q_row, head, batch);
 }

@@ -1,53 +1,53 @@
-// 10_warp_specialized: one warpgroup fetches, the others multiply, and no barrier holds all of them. Parent: 09_wgmma.
-// Question: what did it cost that a block's warps met at every tile, and that those who multiply also fetch?
-// Change: a producer warpgroup keeps the ring full, and gives most of its registers to the consumers; mbarriers say when a tile of
-//         K or of V has come, and when all consumers are done with it. A consumer waits for nothing else.
-// Layout: warpgroup 0 fetches; consumer c of block x works on rows x·TILE_Q + 64·c onwards.
+// 10_warp_specialized: a producer warpgroup loads, consumer warpgroups compute; no barrier in the loop is block-wide. Parent: 09_wgmma.
+// Question: what did it cost that all warps of a block met at a barrier for every tile, and that the warps that compute also loaded?
+// Change: a producer warpgroup keeps the ring full, and gives most of its registers to the consumers; mbarriers signal that a tile of K
+//         or V has arrived, and that all consumers are done with it. In the main loop, consumers synchronise on nothing else.
+// Layout: warpgroup 0 is the producer; consumer warpgroup c of block x owns rows x·TILE_Q + 64·c onwards.
 // Requires: sm_90a.
 #include "hopper.cuh"
 
 constexpr int THREADS = (1 + NUM_CONSUMERS) * WARPGROUP;
 constexpr int TILE_Q = NUM_CONSUMERS * WGMMA_ROWS;
-// A thread's registers: what a block is launched with, in eights for each thread, is dealt anew.
+// Registers per thread: what a block gets at launch, in multiples of 8 per thread, is redistributed by setmaxnreg.
 constexpr int LAUNCH_REGISTERS = SM_REGISTERS / MIN_BLOCKS / THREADS / 8 * 8;
 constexpr int PRODUCER_REGISTERS = MIN_BLOCKS == 1 ? 32 : 24;
 constexpr int CONSUMER_SHARE = (LAUNCH_REGISTERS * (1 + NUM_CONSUMERS) - PRODUCER_REGISTERS) / NUM_CONSUMERS / 8 * 8;
-constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE < 240 ? CONSUMER_SHARE : 240;   // no thread can use more
-static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1, 2 or 3: more would have too few registers");
-static_assert(TILE_KV % WGMMA_STEP == 0 && TILE_KV <= 256, "TILE_KV must be a multiple of 16 up to 256: an instruction's N and K");
-static_assert(PIPELINE_STAGES >= 1, "there must be a buffer");
+constexpr int CONSUMER_REGISTERS = CONSUMER_SHARE < 240 ? CONSUMER_SHARE : 240;   // a lone consumer's share exceeds a thread's maximum
+static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1, 2 or 3: with more, each would have too few registers");
+static_assert(TILE_KV % WGMMA_STEP == 0 && TILE_KV <= 256, "TILE_KV must be a multiple of 16 (wgmma K) and at most 256 (wgmma N)");
+static_assert(PIPELINE_STAGES >= 1, "PIPELINE_STAGES must be at least 1");
 
 struct SharedStorage {
-  alignas(PATTERN_BYTES) element Q[NUM_CONSUMERS][WGMMA_ROWS * HEAD_DIM];   // each consumer's own; then its output
+  alignas(PATTERN_BYTES) element Q[NUM_CONSUMERS][WGMMA_ROWS * HEAD_DIM];   // one tile per consumer; later its output
   alignas(PATTERN_BYTES) element K[PIPELINE_STAGES][TILE_KV * HEAD_DIM];
   alignas(PATTERN_BYTES) element V[PIPELINE_STAGES][TILE_KV * HEAD_DIM];
   ptx::Mbarrier Q_full;
-  ptx::Mbarrier K_full[PIPELINE_STAGES], K_empty[PIPELINE_STAGES];   // full: the tile has come; empty: every consumer warp is done
+  ptx::Mbarrier K_full[PIPELINE_STAGES], K_empty[PIPELINE_STAGES];   // full: the tile has arrived; empty: all consumer warps are done
   ptx::Mbarrier V_full[PIPELINE_STAGES], V_empty[PIPELINE_STAGES];
 };
 static_assert(sizeof(SharedStorage) <= BLOCK_SMEM_BYTES, "the tiles must fit into shared memory: fewer keys, rows or buffers");
 
 extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q, WGMMA_ROWS, TILE_KV};
 
-// Named barriers; 0 is __syncthreads.
-enum NamedBarrier { CONSUMER_BARRIER = 1 };   // and 2, 3: each consumer's own
+// Named barriers; barrier 0 is that of __syncthreads.
+enum NamedBarrier { CONSUMER_BARRIER = 1 };   // and 2, 3: one per consumer
 
-// What a block works on.
-struct Work {
+// A block's work tile.
+struct WorkTile {
   int first_q_row;
   int head;
   int batch;
   int num_tiles;   // of K and V
 };
 
-__device__ __forceinline__ Work work_of_block(const AttentionParams& p) {
+__device__ __forceinline__ WorkTile work_of_block(const AttentionParams& p) {
   const int first_q_row = blockIdx.x * TILE_Q;
-  const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // the last row sees the most
+  const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // largest for the last row
   return {first_q_row, static_cast<int>(blockIdx.y), static_cast<int>(blockIdx.z), (block_keys + TILE_KV - 1) / TILE_KV};
 }
 
-// The producer: fetches what the consumers need, as early as there is room for it.
-__device__ __forceinline__ void produce(const AttentionParams& p, const AttentionMaps& maps, SharedStorage& smem, const Work& work,
+// The producer: loads Q, K and V for the consumers, each tile as soon as its buffer is free.
+__device__ __forceinline__ void produce(const AttentionParams& p, const AttentionMaps& maps, SharedStorage& smem, const WorkTile& work,
                                         int thread) {
   const int kv_head = kv_head_of(p, work.head);
   const Source Q_source = {&maps.Q, &p.Q, p.q_len, work.head, work.batch};
@@ -63,7 +63,7 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const Attentio
   for (int tile = 0; tile < work.num_tiles; ++tile) {
     const int stage = tile % PIPELINE_STAGES;
     const unsigned parity = tile / PIPELINE_STAGES & 1;
-    ptx::mbarrier_wait_parity(&smem.K_empty[stage], parity ^ 1);   // the consumers are done with the buffer's last tile
+    ptx::mbarrier_wait_parity(&smem.K_empty[stage], parity ^ 1);   // the consumers are done with the buffer's previous tile
     fill_begin(&smem.K_full[stage], TILE_BYTES<TILE_KV>);
     fill<TILE_KV, WARPGROUP>(smem.K[stage], K_source, tile * TILE_KV, &smem.K_full[stage], thread);
     fill_end(&smem.K_full[stage]);
@@ -74,14 +74,14 @@ __device__ __forceinline__ void produce(const AttentionParams& p, const Attentio
   }
 }
 
-// A consumer: 64 query rows.
-__device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage& smem, const Work& work, int consumer, int thread) {
+// A consumer warpgroup: 64 query rows.
+__device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage& smem, const WorkTile& work, int consumer, int thread) {
   const int warp = thread / WARP;
   const int lane = thread % WARP;
   const int group_q_row = work.first_q_row + consumer * WGMMA_ROWS;
   const int lane_row = group_q_row + warp * 16 + lane / ROW_LANES;
   const int lane_col = lane % ROW_LANES * 2;
-  const int unmasked_keys = p.scale_log2 > 0.0f ? visible_keys(p, group_q_row) : 0;   // by all of the consumer's rows
+  const int unmasked_keys = p.scale_log2 > 0.0f ? visible_keys(p, group_q_row) : 0;   // keys visible to all of the consumer's rows
 
   const Descriptor Q_desc = rows_descriptor(smem.Q[consumer]);
   const Descriptor K_desc = rows_descriptor(smem.K[0]);
@@ -121,7 +121,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, SharedStorage&
     ptx::wgmma_pin(O_reg);
     if (lane == 0) ptx::mbarrier_arrive(&smem.V_empty[stage]);
   }
-  ptx::bar_sync(CONSUMER_BARRIER + consumer, WARPGROUP);   // its four warps are done with Q, whose place the output takes
+  ptx::bar_sync(CONSUMER_BARRIER + consumer, WARPGROUP);   // all four warps are done with Q, whose buffer is reused for the output
 
   write_output(p, O_reg, rows, smem.Q[consumer], warp, lane, group_q_row, work.head, work.batch);
 }
@@ -131,9 +131,9 @@ attention_10_warp_specialized(const __grid_constant__ AttentionParams p, const _
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
-  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);   // by a shuffle, so that ptxas sees one for a warp
+  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);   // broadcast from lane 0, so that it is warp-uniform to ptxas
   const int thread = threadIdx.x % WARPGROUP;
-  const Work work = work_of_block(p);
+  const WorkTile work = work_of_block(p);
 
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(&smem.Q_full, FILL_ARRIVALS<WARPGROUP>);
@@ -145,7 +145,7 @@ attention_10_warp_specialized(const __grid_constant__ AttentionParams p, const _
     }
     ptx::fence_mbarrier_init();
   }
-  __syncthreads();   // the barriers exist
+  __syncthreads();   // the mbarriers are initialised
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();

@@ -1,58 +1,58 @@
-// 15_renormalize: a sum out of range moves the row's reference, in place. Parent: 14_stale_max.
-// Question: can a softmax run ahead of its maximum at no cost on data that is not normal?
-// Change: a reference is settled by a row's first scores, with headroom; where a sum leaves its range, P, sums and O are multiplied by
-//         a power of two. Scores are computed again only where FP32 overflows. One softmax body, for first, cut and whole tiles.
-// Layout: warpgroup 0 fetches, a warp Q, the others K and V; consumer c has rows 64·c onwards.
+// 15_renormalize: a sum out of range raises the row's reference, in place. Parent: 14_stale_max.
+// Question: can a softmax run ahead of its maximum at no cost on data that is not normally distributed?
+// Change: a row's first scores set its reference, with headroom; if a sum leaves its range, P, sums and O are multiplied by a power of
+//         two. Scores are recomputed only if FP32 overflows. One softmax body serves first, partially masked and whole tiles.
+// Layout: warpgroup 0 loads, one warp Q, the others K and V; consumer warpgroup c has rows 64·c onwards.
 // Requires: sm_90a.
 #include "hopper.cuh"
 #include "late_fetch.cuh"
-#include "turns.cuh"
-#include "works.cuh"
+#include "pingpong.cuh"
+#include "work_tiles.cuh"
 
 constexpr int THREADS = (1 + NUM_CONSUMERS) * WARPGROUP;
 constexpr int TILE_Q = NUM_CONSUMERS * WGMMA_ROWS;
-// A thread's registers: the block's, 65536 / THREADS rounded down to a multiple of 8 for each thread, are redistributed.
+// Registers per thread: the block's, 65536 / THREADS rounded down to a multiple of 8 per thread, are redistributed by setmaxnreg.
 constexpr int PRODUCER_REGISTERS = NUM_CONSUMERS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = NUM_CONSUMERS == 3 ? 160 : 232;
-constexpr int NUM_SCORES = TILE_KV / 2;    // of a tile, per thread
-constexpr int BEFORE_PV = (NUM_SCORES / 4 + 7) / 8 * 8;   // exponentials, in eights, before the wait for P·V; ptxas moves some
-// Where ptxas puts code that seldom runs changes the time, and only measuring says which place is best.
-constexpr bool FIRST_APART = HEAD_DIM == PANEL;              // the first K/V tile of a work tile has a copy of the code
-constexpr bool MOVE_APART = HEAD_DIM == PANEL && CAUSAL;     // a move's path rounds P itself, and lies outside the loop
-static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1, 2 or 3: more would have too few registers");
-static_assert(TILE_KV % WGMMA_STEP == 0 && TILE_KV <= 256, "TILE_KV must be a multiple of 16 up to 256: an instruction's N and K");
-static_assert(PIPELINE_STAGES >= 2, "P·V of one tile and Q·K of the next must both be there");
+constexpr int NUM_SCORES = TILE_KV / 2;    // per tile and thread
+constexpr int BEFORE_PV = (NUM_SCORES / 4 + 7) / 8 * 8;   // exponentials (multiple of 8) before the PV GEMM's wait; ptxas moves some
+// Where ptxas places rarely executed code affects the run time; the best placement can only be found by measuring.
+constexpr bool FIRST_APART = HEAD_DIM == PANEL;              // a work tile's first K/V tile has its own copy of the code
+constexpr bool MOVE_APART = HEAD_DIM == PANEL && CAUSAL;     // the renormalisation path rounds P itself, outside the loop
+static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1, 2 or 3: with more, each would have too few registers");
+static_assert(TILE_KV % WGMMA_STEP == 0 && TILE_KV <= 256, "TILE_KV must be a multiple of 16 (wgmma K) and at most 256 (wgmma N)");
+static_assert(PIPELINE_STAGES >= 2, "PIPELINE_STAGES must be at least 2: V of one tile and K of the next are in use together");
 
 struct SharedStorage {
-  alignas(PATTERN_BYTES) element Q[Q_STAGES][NUM_CONSUMERS][WGMMA_ROWS * HEAD_DIM];   // each consumer's own
+  alignas(PATTERN_BYTES) element Q[Q_STAGES][NUM_CONSUMERS][WGMMA_ROWS * HEAD_DIM];   // one tile per consumer
   alignas(PATTERN_BYTES) element K[PIPELINE_STAGES][TILE_KV * HEAD_DIM];
   alignas(PATTERN_BYTES) element V[PIPELINE_STAGES][TILE_KV * HEAD_DIM];
-  alignas(PATTERN_BYTES) element O[NUM_CONSUMERS][WARPGROUP_WARPS][WARP_ROWS * HEAD_DIM];   // each warp's own, on their way out
-  Work work[Q_STAGES];                                                                // what Q belongs to; comes and goes with it
+  alignas(PATTERN_BYTES) element O[NUM_CONSUMERS][WARPGROUP_WARPS][WARP_ROWS * HEAD_DIM];   // output staging, one buffer per warp
+  WorkTile work[Q_STAGES];                                                            // Q's work tile; Q_full and Q_empty guard it, too
   ptx::Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
-  ptx::Mbarrier end_near;                                            // the work tile at hand has few K/V tiles left to fetch
-  ptx::Mbarrier K_full[PIPELINE_STAGES], K_empty[PIPELINE_STAGES];   // full: the tile has come; empty: every consumer warp is done
+  ptx::Mbarrier end_near;                                            // the current work tile has few K/V tiles left to load
+  ptx::Mbarrier K_full[PIPELINE_STAGES], K_empty[PIPELINE_STAGES];   // full: the tile has arrived; empty: all consumer warps are done
   ptx::Mbarrier V_full[PIPELINE_STAGES], V_empty[PIPELINE_STAGES];
 };
-static_assert(sizeof(SharedStorage) <= BLOCK_SMEM_BYTES, "the tiles must fit into shared memory: fewer keys, rows or stages");
+static_assert(sizeof(SharedStorage) <= BLOCK_SMEM_BYTES, "the tiles must fit into shared memory: use fewer keys, rows or stages");
 
 extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q, WGMMA_ROWS, TILE_KV, 1};
 
-// Named barriers; 0 is __syncthreads.
+// Named barriers; barrier 0 is that of __syncthreads.
 enum NamedBarrier {
-  TURN_BARRIER = 1,   // and 2, 3: a consumer's turn to issue GEMMs has come
+  ORDER_BARRIER = 1,   // and 2, 3: one per consumer, which waits on it for its turn to issue GEMMs
 };
-using ProductTurns = Turns<TURN_BARRIER, NUM_CONSUMERS, PINGPONG>;
+using GemmOrder = Turns<ORDER_BARRIER, NUM_CONSUMERS, PINGPONG>;
 
 // --- softmax -----------------------------------------------------------------------------------------------------------------
-// A probability is P = 2^(score - reference), in units of log2. A row's reference is settled by its first scores, HEADROOM powers of
-// two above the largest of a few of them, and moves by powers of two where a sum leaves its range: P, the sums and O are multiplied by
-// a power of two, which rounds nothing. What a row does depends on its own scores alone, and so do its last bits.
+// A probability is P = 2^(score - reference), with scores in units of log2. A row's reference is set from its first scores, HEADROOM
+// powers of two above the largest of a few of them, and raised by powers of two when a sum leaves its range: P, the sums and O are
+// multiplied by a power of two, which does not round. What happens to a row depends on its own scores alone, and so do its last bits.
 
-// Headroom and range. float16 has few small numbers: P starts near 2^-2, or weights far below a row's largest would be lost that
-// FlashAttention keeps; a lane's sum below 65504 says that none of its P rounds to infinity. bfloat16 has FP32's exponents, and small P
-// are as exact as large ones: P starts near 2^-48 and stays below 1, as where the reference is the maximum, so that P·V overflows only
-// where it would there. Values of V below 2^-70 lose bits for it.
+// Headroom and range. float16 has little range below 1: P starts near 2^-2, else weights far below a row's largest, which FlashAttention
+// keeps, would be lost; a lane's sum below 65504 means that none of its P rounds to infinity. bfloat16 has FP32's exponent range, and small
+// P are as precise as large ones: P starts near 2^-48 and stays below 1, as against the row's maximum, so that P·V overflows only where it
+// would overflow there, too. The cost: values of V below 2^-70 lose bits.
 template <typename T>
 constexpr int HEADROOM_OF = 48;
 template <>
@@ -63,31 +63,31 @@ template <typename T>
 constexpr float SUM_LIMIT_OF = 1.0f;
 template <>
 constexpr float SUM_LIMIT_OF<__half> = 65504.0f;
-constexpr float SUM_LIMIT = SUM_LIMIT_OF<element>;   // of a lane's P of one tile
-// The power of two that a sum out of range is brought to. 2^-2 in float16 too would leave more room, and was slower where scores grow
-// by about that room in a tile or two: a warp's rows then move in different tiles, and the warp in every one.
+constexpr float SUM_LIMIT = SUM_LIMIT_OF<element>;   // of a lane's sum of P over one tile
+// A sum out of range is brought to 2^SETTLED. 2^-2 in float16, too, would leave more room, but was slower where scores grow by about that
+// much in a tile or two: a warp's rows then renormalise in different tiles, so that the warp does so in every one.
 constexpr int SETTLED = SUM_LIMIT > 1.0f ? 0 : -HEADROOM;
-constexpr float OVERFLOWN = 0x1p126f;   // a sum from here on, or NaN, says that FP32 may not hold some exponential
-constexpr float NOTHING_SEEN = -0x1p100f;   // a reference against which every score but -inf overflows
+constexpr float OVERFLOWN = 0x1p126f;   // a sum this large, or NaN, means that FP32 may not hold some exponential
+constexpr float NOTHING_SEEN = -0x1p100f;   // a reference against which every score except -inf overflows
 
-// The columns of a tile that a lane's rows see: those below num_keys[h], counted from the lane's first.
+// The columns of a tile that a lane's rows see: those below num_keys[h], counted from the lane's first column.
 struct Visible {
   int num_keys[HALVES] = {TILE_KV, TILE_KV};
-  int warp_keys = TILE_KV;   // no row of the warp sees a column of the tile from here on
+  int warp_keys = TILE_KV;   // columns from here on are masked for all rows of the warp
   __device__ __forceinline__ bool operator()(int i) const { return i / 4 * 8 + i % 2 < num_keys[i / 2 % 2]; }
 };
 
-// A lane's sums over a tile, in two chains of additions for each row.
+// A lane's sums over a tile, in two independent chains of additions per row.
 struct TileSums {
   float chain[HALVES][2] = {};
   __device__ __forceinline__ float of(int h) const { return chain[h][0] + chain[h][1]; }
 };
 
-// A tile's scores FIRST to END become probabilities, in their place, and are added up. Nothing here waits for another lane.
+// Turns a tile's scores FIRST to END into probabilities in place, and adds them up. No step depends on another lane.
 template <int FIRST, int END, bool MASKED>
 __device__ __forceinline__ void exponentials(float (&S_reg)[NUM_SCORES], const float (&reference)[HALVES], float scale_log2,
                                              TileSums& sums, const Visible& visible = {}) {
-  constexpr int BLOCK = 8;   // scores of a lane in 16 columns: what the whole warp does not see costs nothing
+  constexpr int BLOCK = 8;   // a lane's scores in 16 columns; a block masked for the whole warp needs no exponentials
 #pragma unroll
   for (int block = FIRST; block < END; block += BLOCK) {
     const bool seen = !MASKED || 2 * block < visible.warp_keys;
@@ -105,7 +105,7 @@ __device__ __forceinline__ void exponentials(float (&S_reg)[NUM_SCORES], const f
   }
 }
 
-// Row h's reference rises by `powers` of two, at most 126.
+// Raises row h's reference by `powers` powers of two, at most 126.
 __device__ __forceinline__ void move_reference(float (&S_reg)[NUM_SCORES], float (&O_reg)[HEAD_DIM / 2], RowState& rows, float& sum,
                                                int h, int powers) {
   const float factor = __int_as_float((127 - powers) << 23);   // 2^-powers
@@ -122,31 +122,31 @@ __device__ __forceinline__ void move_reference(float (&S_reg)[NUM_SCORES], float
   }
 }
 
-// FP32 does not hold the exponentials of `lost` rows: some score is over a hundred powers of two above the reference. The warp's
-// scores are computed again by mma.sync, 8 keys at a time, whose accumulator has the layout of wgmma's, and those rows refer to their
-// maximum. K comes from global memory: its stage is not held back for what hardly ever happens.
-__device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (&O_reg)[HEAD_DIM / 2], RowState& rows,
-                                             float (&sum)[HALVES], const bool (&lost)[HALVES],
+// FP32 cannot hold the exponentials of `lost` rows: some score is over a hundred powers of two above the reference. The warp recomputes
+// its scores of the tile by mma.sync, 8 keys at a time, whose accumulator has the layout of wgmma's, and sets the reference of those rows
+// from their maximum. K is read from global memory: its stage is not held back for a very rare case.
+__device__ __forceinline__ void rescore(float (&S_reg)[NUM_SCORES], float (&O_reg)[HEAD_DIM / 2], RowState& rows,
+                                             float (&sum)[HALVES], const bool (&overflowed)[HALVES],
                                              const unsigned (&Q_reg)[HEAD_DIM / WGMMA_STEP][4], const element* Q_smem,
-                                             const AttentionParams& p, const Work& work, int tile, const Visible& visible, int warp,
+                                             const AttentionParams& p, const WorkTile& work, int tile, const Visible& visible, int warp,
                                              int lane) {
   count_fallback<1>(p, lane);
   const element* K_gmem = head_of(p.K, work.batch, kv_head_of(p, work.head)) + tile * TILE_KV * p.K.row_stride;
-  const int last_key = p.kv_len - 1 - tile * TILE_KV;   // there may be fewer than TILE_KV
+  const int last_key = p.kv_len - 1 - tile * TILE_KV;   // the tile may have fewer than TILE_KV keys
 #pragma unroll 1
   for (int j = 0; j < TILE_KV / MATRIX; ++j) {
     float S[4] = {};
     const element* key = K_gmem + min(j * MATRIX + lane / ROW_LANES, last_key) * p.K.row_stride + lane % ROW_LANES * 2;
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / WGMMA_STEP; ++k) {
-      unsigned K_part[2];   // as B: key lane / 4, and of the 16 columns 2 · (lane % 4) onwards and 8 further
+      unsigned K_part[2];   // B fragment: of key lane / 4, the column pairs at 2 · (lane % 4) and 8 further, of 16 columns
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const element* pair = key + k * WGMMA_STEP + 8 * i;
         if constexpr (ALIGNED) {
           K_part[i] = *reinterpret_cast<const unsigned*>(pair);
         } else {
-          K_part[i] = pack(to_float(pair[0]), to_float(pair[1]), element{});   // exact: they are such elements
+          K_part[i] = pack(to_float(pair[0]), to_float(pair[1]), element{});   // exact: the values are of type element
         }
       }
       if constexpr (Q_IN_REGISTERS) {
@@ -157,9 +157,9 @@ __device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (
         mma(S, Q_part, K_part, element{});
       }
     }
-    // Registers have no index: all are visited, four are meant.
+    // Registers cannot be indexed at run time, so the loop visits all of them and selects four.
 #pragma unroll
-    for (int i = 0; i < NUM_SCORES; ++i) S_reg[i] = i / 4 == j && lost[i / 2 % 2] ? S[i % 4] * p.scale_log2 : S_reg[i];
+    for (int i = 0; i < NUM_SCORES; ++i) S_reg[i] = i / 4 == j && overflowed[i / 2 % 2] ? S[i % 4] * p.scale_log2 : S_reg[i];
   }
 #pragma unroll
   for (int h = 0; h < HALVES; ++h) {
@@ -169,10 +169,10 @@ __device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (
       if (i / 2 % 2 == h && visible(i)) row_max = fmaxf(row_max, S_reg[i]);
     }
     row_max = lanes_max<ROW_LANES>(row_max);
-    if (!lost[h]) continue;
+    if (!overflowed[h]) continue;
     const float reference = (row_max == NEG_INF ? 0.0f : row_max) + HEADROOM;
-    const float factor = ptx::ex2_approx_ftz(fminf(rows.max[h] - reference, 0.0f));   // above 1 only where there is nothing yet
-    rows.max[h] = row_max == NEG_INF ? NEG_INF : reference;   // none yet
+    const float factor = ptx::ex2_approx_ftz(fminf(rows.max[h] - reference, 0.0f));   // clamped: above 1 only after NaN or FP32 overflow
+    rows.max[h] = row_max == NEG_INF ? NEG_INF : reference;   // -inf: the row still has no reference
     rows.sum[h] *= factor;
     sum[h] = 0.0f;
 #pragma unroll
@@ -189,17 +189,17 @@ __device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (
   }
 }
 
-// A consumer: up to 64 query rows of each work tile.
+// A consumer warpgroup: up to 64 query rows of each work tile.
 __device__ __forceinline__ void consume(const AttentionParams& p, const AttentionMaps& maps, SharedStorage& smem, int consumer,
                                         int thread) {
   const int warp = thread / WARP;
   const int lane = thread % WARP;
   const int lane_col = lane % ROW_LANES * 2;
-  KvPlace kv;   // of the tile whose scores are next; the one before it has the tile whose probabilities are in P_reg
+  KvPlace kv;   // stage of the tile whose QK GEMM is next; the previous stage has the tile whose probabilities are in P_reg
 
   const Descriptor K_desc = rows_descriptor(smem.K[0]);
   const Descriptor V_desc = columns_descriptor<TILE_KV>(smem.V[0]);
-  // This warp is done with the stage.
+  // Releases a stage: one arrival per warp.
   const auto release = [&](ptx::Mbarrier* empty) {
     if (lane == 0) ptx::mbarrier_arrive(empty);
   };
@@ -208,15 +208,15 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   float O_reg[HEAD_DIM / 2] = {};
   float S_reg[NUM_SCORES];
   unsigned P_reg[TILE_KV / WGMMA_STEP][4];
-  RowState rows;       // max: the row's reference, -inf where it has none yet
-  int count = -1;      // of work tiles before the current one
-  int num_tiles = 0;   // K/V tiles that this consumer's rows need of the current work tile: at most the block's
-  int not_mine = 0;    // tiles that the block needs and this consumer does not; they come first
+  RowState rows;       // max: the row's reference, -inf until it has one
+  int count = -1;      // number of work tiles before the current one
+  int num_tiles = 0;   // K/V tiles of the current work tile that this consumer's rows need: at most the block's
+  int not_mine = 0;    // K/V tiles that the block needs and this consumer skips; they come first
 
   const auto wait_for_Q = [&](int at) { ptx::mbarrier_wait_parity(&smem.Q_full[Q_place(at).stage], Q_place(at).parity); };
   const auto wait_for_K = [&]() { ptx::mbarrier_wait_parity(&smem.K_full[kv.stage], kv.parity); };
   const auto wait_for_V = [&](KvPlace at) { ptx::mbarrier_wait_parity(&smem.V_full[at.stage], at.parity); };
-  const auto current = [&]() -> const Work& { return smem.work[count % Q_STAGES]; };   // read again, rather than kept in registers
+  const auto current = [&]() -> const WorkTile& { return smem.work[count % Q_STAGES]; };   // re-read each time, which saves registers
   const auto issue_QK = [&](int stage) {
     const Descriptor desc = K_desc + descriptor_step(stage * TILE_BYTES<TILE_KV>);
     if constexpr (Q_IN_REGISTERS) {
@@ -230,11 +230,11 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     multiply_PV<TILE_KV>(O_reg, P_reg, V_desc + descriptor_step(stage * TILE_BYTES<TILE_KV>));
     ptx::wgmma_commit_group();
   };
-  // Tiles that all of the consumer's rows see whole, where none of these rows has its first key.
+  // Number of tiles fully visible to all of the consumer's rows; causal, less one that ends at the first row's last key, the first it sees.
   const auto whole_tiles = [&]() { return (visible_keys(p, current().first_q_row + consumer * WGMMA_ROWS) - CAUSAL) / TILE_KV; };
   const auto warp_row = [&]() { return current().first_q_row + consumer * WGMMA_ROWS + warp * WARP_ROWS; };
-  // Takes the next work tile; false where there is none.
-  const auto take = [&]() {
+  // Advances to the next work tile; false if there is none.
+  const auto next_work_tile = [&]() {
     wait_for_Q(++count);
     if (current().num_tiles == NO_MORE) return false;
     num_tiles = tiles_of_rows(p, current().first_q_row + consumer * WGMMA_ROWS, WGMMA_ROWS);
@@ -247,26 +247,26 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     rows.sum[1] += sum[1];
     round_P<TILE_KV>(P_reg, S_reg);
   };
-  // The end of a tile's softmax. Rows of which a lane's sum is out of range are brought to 2^SETTLED first.
+  // Finishes a tile's softmax. Rows in which a lane's sum is out of range are first renormalised to 2^SETTLED.
   const auto finish_tile = [&](float (&sum)[HALVES], int tile, const Visible& visible) {
     if (__any_sync(FULL_WARP, !(sum[0] < SUM_LIMIT && sum[1] < SUM_LIMIT))) {
       count_fallback<0>(p, lane);
-      bool any_over[HALVES], lost[HALVES];
+      bool any_over[HALVES], overflowed[HALVES];
       int powers[HALVES];
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) {
-        any_over[h] = __any_sync(FULL_WARP, !(sum[h] < SUM_LIMIT));   // of the warp's rows h; often few rows move at once
-        const unsigned bits = lanes_max<ROW_LANES>(__float_as_uint(sum[h]));   // sums are not negative: ordered as their bits, NaN last
-        lost[h] = bits >= __float_as_uint(OVERFLOWN);
-        powers[h] = bits < __float_as_uint(SUM_LIMIT) || lost[h] ? 0 : min(126, static_cast<int>(bits >> 23) - 127 - SETTLED);
+        any_over[h] = __any_sync(FULL_WARP, !(sum[h] < SUM_LIMIT));   // in any of the warp's rows h; often few rows need it in a tile
+        const unsigned bits = lanes_max<ROW_LANES>(__float_as_uint(sum[h]));   // sums are not negative: their bits order them, NaN last
+        overflowed[h] = bits >= __float_as_uint(OVERFLOWN);
+        powers[h] = bits < __float_as_uint(SUM_LIMIT) || overflowed[h] ? 0 : min(126, static_cast<int>(bits >> 23) - 127 - SETTLED);
       }
-      const bool any_lost = __any_sync(FULL_WARP, lost[0] || lost[1]);
+      const bool any_overflowed = __any_sync(FULL_WARP, overflowed[0] || overflowed[1]);
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) {
         if (any_over[h]) move_reference(S_reg, O_reg, rows, sum[h], h, powers[h]);
       }
-      if (any_lost) {
-        scores_again(S_reg, O_reg, rows, sum, lost, Q_reg, smem.Q[count % Q_STAGES][consumer], p, current(), tile, visible, warp, lane);
+      if (any_overflowed) {
+        rescore(S_reg, O_reg, rows, sum, overflowed, Q_reg, smem.Q[count % Q_STAGES][consumer], p, current(), tile, visible, warp, lane);
       }
       if constexpr (MOVE_APART) {
         add_and_round(sum);
@@ -275,9 +275,9 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     }
     add_and_round(sum);
   };
-  // The softmax of a tile in which rows may have their first keys: a work tile's first tile, and those that the mask cuts. A row that
-  // sees a key of the tile sees its first.
-  const auto settle = [&](int tile, bool masked, bool first) {
+  // The softmax of a tile in which rows may see their first keys, such as a work tile's first K/V tile and partially masked ones. A row
+  // that sees any key of the tile sees the tile's first key.
+  const auto set_reference = [&](int tile, bool masked, bool first) {
     Visible visible;
     if (masked) {
       if (FIRST_APART && first) visible.warp_keys = visible_keys(p, warp_row() + WARP_ROWS - 1) - tile * TILE_KV;
@@ -291,9 +291,9 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     for (int h = 0; h < HALVES; ++h) {
       const float one = !masked || visible(2 * h) ? S_reg[2 * h] * p.scale_log2 : NEG_INF;
       const float other = !masked || visible(2 * h + 1) ? S_reg[2 * h + 1] * p.scale_log2 : NEG_INF;
-      const float first = lanes_max<ROW_LANES>(fmaxf(one, other)) + HEADROOM;   // of the row's first 8 keys
+      const float first = lanes_max<ROW_LANES>(fmaxf(one, other)) + HEADROOM;   // from the row's first 8 scores of the tile
       rows.max[h] = rows.max[h] == NEG_INF ? first : rows.max[h];
-      // Where the first scores are -inf, P is 2^-inf against any finite reference. Against NOTHING_SEEN, later scores of the tile are lost.
+      // No reference if the first scores are all -inf: against NOTHING_SEEN, P of -inf is 0, and any finite score makes the row `lost`.
       reference[h] = masked && rows.max[h] == NEG_INF ? NOTHING_SEEN : rows.max[h];
     }
     TileSums sums;
@@ -303,29 +303,29 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       exponentials<0, NUM_SCORES, false>(S_reg, reference, p.scale_log2, sums);
     }
     float sum[HALVES] = {sums.of(0), sums.of(1)};
-    finish_tile(sum, tile, visible);   // the first scores may tell little of the row
+    finish_tile(sum, tile, visible);   // the first scores may not be representative of the row
   };
-  // A work tile's first K/V tile, or a further one that the mask cuts.
+  // A work tile's first K/V tile, or a further one that is partially masked or the first that some row sees.
   const auto cut_tile = [&](int tile, int first_whole, bool first) {
     wait_for_K();
     if (!first) wait_for_V(kv.previous());
-    ProductTurns::wait(consumer);
+    GemmOrder::wait(consumer);
     ptx::wgmma_fence();
     issue_QK(kv.stage);
     if (!first) issue_PV(kv.previous().stage);
-    ProductTurns::pass(consumer);
+    GemmOrder::pass(consumer);
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(S_reg);
     if (!first) ptx::wgmma_pin(O_reg);
     release(&smem.K_empty[kv.stage]);
     if (!first) release(&smem.V_empty[kv.previous().stage]);
-    settle(tile, CAUSAL || tile >= first_whole, first);
+    set_reference(tile, CAUSAL || tile >= first_whole, first);
     kv = kv.next();
   };
-  // A work tile's output leaves; nothing of it is left for the next.
-  const auto leave = [&](const Work& done) {
+  // Stores a work tile's output, and resets O and the row state for the next one.
+  const auto leave = [&](const WorkTile& done) {
     const int first_row = done.first_q_row + consumer * WGMMA_ROWS;
-    float weight[HALVES], sum[HALVES];   // the latter for the log-sum-exp, without the headroom, which would take its last bits
+    float weight[HALVES], sum[HALVES];   // `sum` is for the log-sum-exp, without the headroom, which would cost its last bits
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
       rows.max[h] -= HEADROOM;
@@ -343,15 +343,15 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     rows = {};
   };
 
-  ProductTurns::begin(consumer);
-  bool more = take();
+  GemmOrder::begin(consumer);
+  bool more = next_work_tile();
   while (more) {
     for (; not_mine > 0; --not_mine, kv = kv.next()) {
       wait_for_K();
-      __syncwarp();   // no lane still waits for a phase that an arrival could end for good
+      __syncwarp();   // all lanes have seen the phase complete before lane 0 releases the stage: its next fill could hide that phase
       release(&smem.K_empty[kv.stage]);
-      ProductTurns::wait(consumer);
-      ProductTurns::pass(consumer);
+      GemmOrder::wait(consumer);
+      GemmOrder::pass(consumer);
       wait_for_V(kv);
       __syncwarp();
       release(&smem.V_empty[kv.stage]);
@@ -363,24 +363,24 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     }
     for (bool first = !FIRST_APART; tile >= 0 && (first || tile >= first_whole); first = false) cut_tile(tile--, first_whole, first);
 
-    bool K_came = false, V_came = false;   // tested before it must be known, because an answer takes a while
+    bool K_ready = false, V_ready = false;   // tested before the tiles are needed, because an mbarrier test has latency
     for (; tile >= 0; --tile) {
-      if (!K_came) wait_for_K();
-      if (!V_came) wait_for_V(kv.previous());
-      ProductTurns::wait(consumer);
+      if (!K_ready) wait_for_K();
+      if (!V_ready) wait_for_V(kv.previous());
+      GemmOrder::wait(consumer);
       ptx::wgmma_fence();
       issue_QK(kv.stage);
       issue_PV(kv.previous().stage);
-      ProductTurns::pass(consumer);
-      ptx::wgmma_wait_group<1>();   // Q·K is done; P·V of the tile before is under way
+      GemmOrder::pass(consumer);
+      ptx::wgmma_wait_group<1>();   // the QK GEMM is complete; the previous tile's PV GEMM is in flight
       ptx::wgmma_pin(S_reg);
       release(&smem.K_empty[kv.stage]);
       const KvPlace after = kv.next();
-      K_came = ptx::mbarrier_test_wait_parity(&smem.K_full[after.stage], after.parity);
-      V_came = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity);
+      K_ready = ptx::mbarrier_test_wait_parity(&smem.K_full[after.stage], after.parity);
+      V_ready = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity);
       TileSums sums;
       exponentials<0, BEFORE_PV, false>(S_reg, rows.max, p.scale_log2, sums);
-      ptx::wgmma_wait_group<0>();   // so is P·V
+      ptx::wgmma_wait_group<0>();   // the PV GEMM is complete, too
       ptx::wgmma_pin(O_reg);
       release(&smem.V_empty[kv.previous().stage]);
       exponentials<BEFORE_PV, NUM_SCORES, false>(S_reg, rows.max, p.scale_log2, sums);
@@ -389,24 +389,24 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       kv = after;
     }
 
-    // The last P·V. Under it the next work tile is waited for, and taken before the output leaves.
+    // The last PV GEMM. The wait for the next work tile overlaps it; the next work tile is read before the output is stored.
     if (num_tiles > 0) {
       wait_for_V(kv.previous());
       ptx::wgmma_fence();
       issue_PV(kv.previous().stage);
-      wait_for_Q(count + 1);   // or word that there is no more
+      wait_for_Q(count + 1);   // or for NO_MORE in its place
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_pin(O_reg);
       release(&smem.V_empty[kv.previous().stage]);
     }
-    const Work done = current();
-    __syncwarp();   // all lanes have read it, and Q
+    const WorkTile done = current();
+    __syncwarp();   // all lanes are done reading the work tile and Q
     release(&smem.Q_empty[count % Q_STAGES]);
-    more = take();
+    more = next_work_tile();
     leave(done);
   }
   if constexpr (ALIGNED) output_copied(lane);
-  ProductTurns::end(consumer);
+  GemmOrder::end(consumer);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -414,11 +414,11 @@ attention_15_renormalize(const __grid_constant__ AttentionParams p, const __grid
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
-  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);   // by a shuffle, so that ptxas sees one for a warp
+  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);   // broadcast from lane 0, so that it is warp-uniform to ptxas
   const int thread = threadIdx.x % WARPGROUP;
 
   if (threadIdx.x == 0) init_barriers(smem);
-  __syncthreads();   // the barriers exist
+  __syncthreads();   // the mbarriers are initialised
 
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();

@@ -32,7 +32,7 @@ def add_keys(
             seen = keys[None, :] < tl.minimum(last_of_row, kv_len)[:, None]
             S = tl.where(seen, S * scale_log2, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(S, 1))
-            reference = tl.where(new_max == float("-inf"), 0.0, new_max)  # no key seen yet: -inf - -inf would be NaN
+            reference = tl.where(new_max == float("-inf"), 0.0, new_max)  # no visible key yet: -inf - -inf would be NaN
             P = tl.exp2(S - reference[:, None])
         else:
             S = tl.dot(Q_tile, tl.load(K_ptrs))

@@ -132,10 +132,10 @@ ORDER = {
 }
 """What stands in the loop over the tiles of K and V, or in what it calls, one after the other."""
 LOOPS = {
-    "08_swizzle": "const auto work_on =",
+    "08_swizzle": "const auto process_tile =",
     "11_pingpong": "for (int tile = 1; tile < work.num_tiles",
     "12_persistent": "for (int tile = 1; tile < num_tiles",
-    "13_tma_store": "for (; tile >= 0; --tile) {\n      if (!K_came)",
+    "13_tma_store": "for (; tile >= 0; --tile) {\n      if (!K_ready)",
 }
 
 

@@ -300,8 +300,8 @@ def _awaited(source: Path | None) -> Any:
     ("old", "new"),
     [
         ("    __syncthreads();   // they are all there", "    //"),
-        ("    __syncthreads();   // the rings may be filled again", "    //"),
-        ("    __syncwarp();   // every lane is done with the keys in it", "    //"),
+        ("    __syncthreads();   // the buffers that held the outputs may be refilled", "    //"),
+        ("    __syncwarp();   // all lanes are done with the keys in it", "    //"),
         ("      __syncwarp();                                      // the warp's have", "      //"),
         ("      __threadfence();   // releases the block's part", "      //"),
         ("      __threadfence();   // acquires the parts", "      //"),

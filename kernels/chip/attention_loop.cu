@@ -1,13 +1,13 @@
-// attention_loop: an attention kernel's inner loop with everything left out but GEMMs and softmax: no copies, no barriers, the
-// same tile again and again. RESCALE: with the output multiplied at every tile, as if each time a maximum had grown. What it takes
-// is a floor under every kernel that has its loop in the same ORDER:
-//   SERIAL    a warpgroup waits for Q·K, takes the softmax, waits for P·V
-//   ACROSS    Q·K of the next tile is issued, then P·V of this one, and the softmax of the next runs beside P·V
-//   SUBTILES  a warpgroup has two tiles of 64 rows: the GEMMs of one are under way during the softmax of the other
-//   HALVES    the same, but the maxima come before the GEMMs are issued, and only the exponentials run beside them
-// ANCHORED: the order above is forced upon ptxas, which otherwise arranges GEMMs, waits and arithmetic as it likes.
-// DETAILS adds, to ACROSS, what a kernel cannot do without: 1, groups issue GEMMs in ping-pong order, by named barriers; 2, mbarriers
-// are tested for tiles, and arrived at when these are done with; 4, a vote whether a sum was too large, and a branch.
+// attention_loop: the inner loop of an attention kernel reduced to GEMMs and softmax: no copies, no barriers, the same tile in every
+// iteration. RESCALE: the output is rescaled at every tile, as if a maximum had grown each time. Its time is a lower bound for
+// every kernel whose loop has the same ORDER:
+//   SERIAL    a warpgroup waits for QK, computes the softmax, waits for PV
+//   ACROSS    QK of the next tile is issued, then PV of this one, and the softmax of the next tile overlaps PV
+//   SUBTILES  a warpgroup has two tiles of 64 rows: the GEMMs of one are in flight during the softmax of the other
+//   HALVES    the same, but the maxima are computed before the GEMMs are issued, and only the exponentials overlap them
+// ANCHORED: forces this order on ptxas, which otherwise schedules GEMMs, waits and arithmetic as it likes.
+// DETAILS adds to ACROSS what a kernel cannot do without: 1, warpgroups issue GEMMs in ping-pong order, by named barriers; 2, mbarriers
+// are tested before tiles are used, and arrived on afterwards; 4, a warp vote on whether a sum was too large, and a branch.
 #include "softmax.cuh"
 
 #define SERIAL 0
@@ -15,22 +15,22 @@
 #define SUBTILES 2
 #define HALVES 3
 
-#define IN_TURNS 1
+#define ORDERED 1
 #define ASKS 2
 #define VOTES 4
 
 constexpr int GROUPS = THREADS / 128;
 constexpr int BARRIER_BYTES = 16;
-constexpr float LARGEST = 3.0e38f;   // of a sum; never reached
+constexpr float LARGEST = 3.0e38f;   // limit of a sum; never reached
 constexpr int Q_BYTES = 64 * HEAD_DIM * 2;
 constexpr int K_BYTES = KEYS * HEAD_DIM * 2;
-// Of P·V; the row sums are one more column of it where TAKE_SUM is 2, as if V had a column of ones beside it.
+// N of the PV GEMM. Where TAKE_SUM is 2 it also computes the row sums, as if V had 8 columns of ones beside it.
 constexpr int OUTPUT_WIDTH = HEAD_DIM + (TAKE_SUM == 2 ? 8 : 0);
 constexpr int TILES = ORDER >= SUBTILES ? 2 : 1;
 
 extern __shared__ __align__(1024) unsigned char smem[];
 
-// What a warpgroup holds of 64 query rows.
+// A thread's registers for 64 query rows of its warpgroup.
 struct Tile {
   float s[KEYS / 2];
   unsigned p[KEYS / 16][4];
@@ -39,7 +39,7 @@ struct Tile {
   float row_sum[2];
 };
 
-// S = Q · K: issued.
+// Issues S = Q · K.
 __device__ __forceinline__ void begin_scores(Tile& tile, unsigned long long q, unsigned long long k) {
 #pragma unroll
   for (int step = 0; step < HEAD_DIM / 16; ++step) {
@@ -49,7 +49,7 @@ __device__ __forceinline__ void begin_scores(Tile& tile, unsigned long long q, u
   }
 }
 
-// O += P · V: issued.
+// Issues O += P · V.
 __device__ __forceinline__ void begin_output(Tile& tile, unsigned long long v) {
 #pragma unroll
   for (int step = 0; step < KEYS / 16; ++step) {
@@ -57,7 +57,7 @@ __device__ __forceinline__ void begin_output(Tile& tile, unsigned long long v) {
   }
 }
 
-// The output follows the rows' maxima, where RESCALE is 1; it must not be under way.
+// Rescales the output by the rows' maxima, where RESCALE is 1. No wgmma may be writing it.
 __device__ __forceinline__ void rescale(Tile& tile, float scale) {
   if (!RESCALE) return;
 #pragma unroll
@@ -68,13 +68,13 @@ __device__ __forceinline__ void take_softmax(Tile& tile, float scale) {
   softmax<KEYS / 2, TAKE_MAX, TAKE_SUM == 1, POLYNOMIAL_EVERY, TAKE_MAX>(tile.s, tile.row_max, tile.row_sum, scale);
 }
 
-// ptxas moves arithmetic across a wait for GEMMs, which is to it an instruction without operands: it takes the powers after
-// the wait that they were to run beside. It does not move a warp's barrier whose mask depends on what was calculated. `value`
-// never has these bits, a NaN's.
+// ptxas moves arithmetic across wgmma.wait_group, which to it is an instruction without operands: it schedules the exponentials
+// after the wait, so they do not overlap the GEMMs. It does not move a __syncwarp whose mask depends on a computed value. `value`
+// never has this bit pattern, which is a NaN.
 __device__ __forceinline__ void anchor(float value) { __syncwarp(__float_as_uint(value) == 0x7fffffffu ? 1u : 0xffffffffu); }
 
-// `scale`, such that what is calculated with it comes after the GEMMs issued before: ptxas does not move those across a
-// reading of the clock, whose upper two bits are 0.
+// Returns `scale` such that arithmetic that uses it is scheduled after the GEMMs issued before: ptxas does not move them across
+// a read of the cycle counter, whose upper two bits are 0.
 __device__ __forceinline__ float after(float value, float scale) {
   anchor(value);
   return __int_as_float(__float_as_int(scale) + static_cast<int>(clock64() >> 62));
@@ -108,8 +108,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chip_attention_loop(con
     ptx::fence_mbarrier_init();
   }
   bool came = false;
-  __syncthreads();   // the barriers are there, and all warps begin together
-  if (DETAILS & IN_TURNS && group == GROUPS - 1) ptx::bar_arrive(1, 256);   // it is the first one's turn
+  __syncthreads();   // the barriers are initialised, and all warps start together
+  if (DETAILS & ORDERED && group == GROUPS - 1) ptx::bar_arrive(1, 256);    // warpgroup 0 issues first
   const long long start = clock64();
 #pragma unroll 1
   for (long long repeat = 0; repeat < p.repeats; ++repeat) {
@@ -129,22 +129,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chip_attention_loop(con
     ptx::wgmma_pin(tile[0].o);
 #elif ORDER == ACROSS
     if (DETAILS & ASKS && !came) came = ptx::mbarrier_test_wait_parity(tiles_came, 1);
-    if (DETAILS & IN_TURNS) ptx::bar_sync(1 + group, 256);
+    if (DETAILS & ORDERED) ptx::bar_sync(1 + group, 256);
     ptx::wgmma_fence();
     begin_scores(tile[0], q, k);
     ptx::wgmma_commit_group();
     begin_output(tile[0], v);
     ptx::wgmma_commit_group();
-    if (DETAILS & IN_TURNS) ptx::bar_arrive(1 + (group + 1) % GROUPS, 256);
-    ptx::wgmma_wait_group<1>();   // the scores are there, P · V goes on
+    if (DETAILS & ORDERED) ptx::bar_arrive(1 + (group + 1) % GROUPS, 256);
+    ptx::wgmma_wait_group<1>();   // QK is complete; PV is in flight
     ptx::wgmma_pin(tile[0].s);
     if (DETAILS & ASKS) {
       if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(tiles_done);
-      came = ptx::mbarrier_test_wait_parity(tiles_came, 1);   // tested early, since an answer takes a while
+      came = ptx::mbarrier_test_wait_parity(tiles_came, 1);   // tested early, because the test has some latency
     }
     take_softmax(tile[0], scale);
     if (ANCHORED) anchor(TAKE_SUM == 1 ? tile[0].row_sum[0] : tile[0].s[0]);
-    ptx::wgmma_wait_group<0>();   // nobody reads P any more
+    ptx::wgmma_wait_group<0>();   // PV is complete: P may be overwritten
     ptx::wgmma_pin(tile[0].o);
     if (DETAILS & VOTES && __any_sync(0xffffffffu, !(tile[0].row_sum[0] < LARGEST && tile[0].row_sum[1] < LARGEST))) {
       tile[0].row_sum[0] = tile[0].row_sum[1] = 0.0f;
@@ -179,7 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chip_attention_loop(con
 #endif
   }
   const long long end = clock64();
-  if (DETAILS & IN_TURNS && group == 0) ptx::bar_sync(1, 256);   // nobody leaves a barrier half full
+  if (DETAILS & ORDERED && group == 0) ptx::bar_sync(1, 256);    // consumes the last arrival: no barrier is left half full
 #pragma unroll
   for (int t = 0; t < TILES; ++t) {
     keep_all(p, tile[t].o, p.count < 0);

@@ -1,4 +1,4 @@
-// What every measurement of one SM shares: what a warp reports, and operands for wgmma.
+// Shared by all single-SM measurements: what a warp reports, and operands for wgmma.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -11,7 +11,7 @@
 #define STAMPS 0
 #endif
 
-// A warp's words in p.out: clock before, clock after, how many times it ran its loop, and STAMPS clocks in between.
+// A warp's words in p.out: cycle counter before and after, number of loop iterations, and STAMPS counter values since the first.
 constexpr int WORDS = 3 + STAMPS;
 
 __device__ __forceinline__ long long* words(const MicroParams& p) {
@@ -27,7 +27,7 @@ __device__ __forceinline__ void report(const MicroParams& p, long long start, lo
   out[2] = done;
 }
 
-// Keeps all of `values` alive, as `keep` does one.
+// Keeps all of `values` alive, as `keep` does for one value.
 template <typename T, int N>
 __device__ __forceinline__ void keep_all(const MicroParams& p, const T (&values)[N], bool never) {
   if (!never) return;
@@ -42,22 +42,22 @@ __device__ __forceinline__ void keep_all(const MicroParams& p, const T (&values)
   for (int i = 0; i < N * M; ++i) static_cast<T*>(p.out)[i * blockDim.x + threadIdx.x] = values[i / M][i % M];
 }
 
-// Operand tiles as every kernel here has them: panels of rows × 64 elements, 128-byte swizzle.
+// Operand tiles as in all kernels of this folder: panels of rows × 64 elements, 128-byte swizzle.
 constexpr int ROW_BYTES = 128;
 constexpr int PATTERN_BYTES = 1024;   // 8 rows
 
-// Fills shared memory with numbers from 1 to 1.25. What they are does not matter to the clock, and NaN is none of them.
+// Fills shared memory with numbers from 1 to 1.25. The cycle counts do not depend on the values; none is a NaN.
 __device__ __forceinline__ void fill(unsigned* smem, int bytes) {
   for (int i = threadIdx.x; i < bytes / 4; i += blockDim.x) smem[i] = 0x3c003c00u | (i * 2654435761u >> 8 & 0x00ff00ffu);
   ptx::fence_proxy_async_shared();
-  __syncthreads();   // written by all before any is multiplied
+  __syncthreads();   // all threads have written before any MMA reads
 }
 
 __device__ __forceinline__ unsigned long long k_major(const void* smem) {
   return ptx::make_descriptor(smem, 0, PATTERN_BYTES, ptx::Swizzle::b128);
 }
 
-// N elements are contiguous, in panels of 64: as V lies.
+// Contiguous along N (MN-major), in panels of 64 elements, like V.
 __device__ __forceinline__ unsigned long long mn_major(const void* smem, int rows) {
   return ptx::make_descriptor(smem, rows * ROW_BYTES, PATTERN_BYTES, ptx::Swizzle::b128);
 }
@@ -67,10 +67,10 @@ __device__ __forceinline__ unsigned pack(float low, float high) {
   return *reinterpret_cast<const unsigned*>(&pair);
 }
 
-// 2^x for x ≤ 0 by the units for FP32 and integers alone: x = i + f with f in [-1/2, 1/2], a polynomial of degree 3 for
+// 2^x for x ≤ 0 with FP32 and integer instructions only: x = i + f with f in [-1/2, 1/2], a polynomial of degree 3 for
 // 2^f (relative error 1e-4, below what FP16 keeps), and i added to its exponent.
 __device__ __forceinline__ float exp2_polynomial(float x) {
-  constexpr float ROUNDER = 12582912.0f;   // 1.5 · 2^23: what is added to it is rounded to an integer
+  constexpr float ROUNDER = 12582912.0f;   // 1.5 · 2^23: adding it rounds to an integer
   const float clamped = fmaxf(x, -126.0f);
   const float rounded = clamped + ROUNDER;
   const float f = clamped - (rounded - ROUNDER);

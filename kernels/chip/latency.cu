@@ -1,13 +1,13 @@
-// latency: clocks that one step of a handover between warps takes, by the WHAT below; repeats of it in a row.
+// latency: cycles of one step of synchronisation or data transfer, selected by WHAT below; `repeats` steps in a row.
 #include "chip.cuh"
 
-#define ARRIVE_AND_WAIT 0   // one thread arrives at a barrier of one and waits for its own phase
-#define TRY_WAIT 1          // one thread tests a phase that is long complete
-#define PING_PONG 2         // two warps hand over by two mbarriers; two handovers a repeat
-#define SYNC 3              // all warps of the block at one bar.sync
-#define NAMED_PING_PONG 4   // two halves of the block hand over by two named barriers, bar.sync and bar.arrive; two a repeat
-#define BULK_COPY 5         // p.count bytes from L2 to shared memory by the copy engine: issue to arrival
-#define SHARED_LOAD 6       // a load from shared memory whose address is what the one before it loaded
+#define ARRIVE_AND_WAIT 0   // one thread arrives at an mbarrier of count 1 and waits for that phase
+#define TRY_WAIT 1          // one thread waits for a phase that is already complete
+#define PING_PONG 2         // two warps alternate through two mbarriers; two handovers per repeat
+#define SYNC 3              // all warps of the block execute one bar.sync
+#define NAMED_PING_PONG 4   // two halves of the block alternate by two named barriers, bar.sync and bar.arrive; two handovers per repeat
+#define BULK_COPY 5         // p.count bytes from L2 to shared memory by a bulk copy, from issue to completion
+#define SHARED_LOAD 6       // a shared-memory load whose address is the result of the previous load
 
 constexpr int SLOTS = 32;
 
@@ -22,7 +22,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chip_latency(const __gr
     ptx::fence_mbarrier_init();
   }
   if (threadIdx.x < SLOTS) next[threadIdx.x] = (threadIdx.x + 1) % SLOTS;
-  __syncthreads();   // the barriers are there, and all warps begin together
+  __syncthreads();   // the barriers are initialised, and all warps start together
   const bool leader = threadIdx.x % 32 == 0;
   const bool first_half = threadIdx.x < blockDim.x / 2;
   unsigned parity = 0;

@@ -1,4 +1,4 @@
-// mix: the softmax of a tile of scores, of which THREADS threads hold HELD each, again and again, with nothing beside it.
+// mix: the softmax of a tile of scores, HELD in each of THREADS threads, repeated with nothing running beside it.
 #include "softmax.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) chip_mix(const __grid_constant__ MicroParams p) {
@@ -10,7 +10,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chip_mix(const __grid_c
   float row_sum[2] = {0.0f, 0.0f};
 #pragma unroll
   for (int i = 0; i < HELD; ++i) scores[i] = in[threadIdx.x] - i;
-  __syncthreads();   // all warps begin together
+  __syncthreads();   // all warps start together
   const long long start = clock64();
 #pragma unroll 1
   for (long long repeat = 0; repeat < p.repeats; ++repeat) {

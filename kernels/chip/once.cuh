@@ -1,4 +1,4 @@
-// The instructions that unit and overlap repeat.
+// The operations that unit and overlap repeat.
 #pragma once
 
 #include "chip.cuh"
@@ -18,8 +18,8 @@
 #define OP_SOFTMAX 12
 #define OP_NOTHING 13
 
-// One instruction of the kind OP on a register, whose bits pass for whatever it takes. `i` tells two in a row apart: max(max(x, a),
-// a) would be max(x, a).
+// One operation of kind OP on a register, whose bits are reinterpreted as needed. `i` makes consecutive operations differ, because
+// max(max(x, a), a) would be folded into max(x, a).
 __device__ __forceinline__ float once(float x, float a, float b, int i) {
 #if OP == OP_EX2
   return ptx::ex2_approx_ftz(x);

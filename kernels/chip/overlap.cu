@@ -1,5 +1,5 @@
-// overlap: TENSOR_GROUPS warpgroups multiply matrices without a pause while the others run one kind of arithmetic until these are
-// done: whether either is slower than alone.
+// overlap: TENSOR_GROUPS warpgroups issue MMAs without a pause while the others execute one kind of arithmetic until the MMAs are
+// done: is either slower than alone?
 #include "once.cuh"
 #include "softmax.cuh"
 
@@ -55,10 +55,10 @@ __device__ __forceinline__ long long calculate(const MicroParams& p, ptx::Mbarri
 #pragma unroll
   for (int c = 0; c < static_cast<int>(sizeof(chain) / sizeof(float)); ++c) chain[c] = a - c;
   long long repeat = 0;
-  // With nobody to wait for, as many times as asked.
+  // Without tensor warpgroups to wait for, the loop runs p.repeats times.
 #pragma unroll 1
   while (repeat < (TENSOR_GROUPS > 0 ? p.count : p.repeats)) {
-    const bool stop = ptx::mbarrier_test_wait_parity(done, 0);   // asked for here and looked at below, so that nothing waits for it
+    const bool stop = ptx::mbarrier_test_wait_parity(done, 0);   // tested here and used below, so that nothing waits for the result
 #if OP == OP_SOFTMAX
     softmax<SCORES, TAKE_MAX, true, 0, false>(chain, row_max, row_sum, b);
     pack_all(chain, packed);
@@ -81,8 +81,8 @@ __device__ __forceinline__ long long calculate(const MicroParams& p, ptx::Mbarri
 extern "C" __global__ void __launch_bounds__(THREADS, 1) chip_overlap(const __grid_constant__ MicroParams p) {
   ptx::Mbarrier* const done = reinterpret_cast<ptx::Mbarrier*>(smem + SMEM_BYTES - BARRIER_BYTES);
   fill(reinterpret_cast<unsigned*>(smem), SMEM_BYTES - BARRIER_BYTES);
-  if (threadIdx.x == 0) ptx::mbarrier_init(done, 1);   // the first multiplying thread says that it is through
-  __syncthreads();   // the barrier is there, and all warps begin together
+  if (threadIdx.x == 0) ptx::mbarrier_init(done, 1);   // thread 0, in a tensor warpgroup, signals that it is done
+  __syncthreads();   // the barrier is initialised, and all warps start together
   const long long start = clock64();
   long long times;
   if (TENSOR_GROUPS > 0 && threadIdx.x < 128 * TENSOR_GROUPS) {

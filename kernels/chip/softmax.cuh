@@ -1,17 +1,17 @@
-// A warp's softmax of a tile of scores in registers, as the Hopper kernels have it: a thread holds SCORES of them, in pairs
-// that alternate between two rows.
+// A warp's softmax of a tile of scores in registers, as in the Hopper kernels: a thread holds SCORES scores, in pairs that
+// alternate between two rows.
 #pragma once
 
 #include "chip.cuh"
 
-// Scores become exponents, in place. With WITH_MAX the rows' maxima are taken, without it they stand still. SHUFFLE: the four
-// lanes of a row agree on its maximum.
+// Turns scores into exponents, in place. WITH_MAX: updates the rows' maxima, which are constant otherwise. SHUFFLE: reduces
+// a maximum over the four lanes of a row.
 template <int SCORES, bool WITH_MAX, bool SHUFFLE>
 __device__ __forceinline__ void scale_scores(float (&s)[SCORES], float (&row_max)[2], float scale) {
   if (WITH_MAX) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      float part[2] = {row_max[row], s[2 * row]};   // two chains: a result is ready four clocks after it began
+      float part[2] = {row_max[row], s[2 * row]};   // two chains: an instruction's latency is four cycles
 #pragma unroll
       for (int i = 0; i < SCORES / 4; ++i) {
         part[0] = fmaxf(part[0], s[4 * i + 2 * row]);
@@ -29,8 +29,8 @@ __device__ __forceinline__ void scale_scores(float (&s)[SCORES], float (&row_max
   for (int i = 0; i < SCORES; ++i) s[i] = fmaf(s[i], scale, shift[i / 2 % 2]);
 }
 
-// Exponents become powers, in place. With WITH_SUM the rows' sums are kept. Every POLYNOMIAL-th exponential is a polynomial;
-// none where it is 0.
+// Turns exponents into powers of two, in place. WITH_SUM: adds them to the rows' sums. Every POLYNOMIAL-th exponential is computed
+// by a polynomial; none if it is 0.
 template <int SCORES, bool WITH_SUM, int POLYNOMIAL>
 __device__ __forceinline__ void take_powers(float (&s)[SCORES], float (&row_sum)[2]) {
   float part[4] = {row_sum[0], 0.0f, row_sum[1], 0.0f};
@@ -46,14 +46,14 @@ __device__ __forceinline__ void take_powers(float (&s)[SCORES], float (&row_sum)
   }
 }
 
-// Both.
+// Both steps.
 template <int SCORES, bool WITH_MAX, bool WITH_SUM, int POLYNOMIAL, bool SHUFFLE>
 __device__ __forceinline__ void softmax(float (&s)[SCORES], float (&row_max)[2], float (&row_sum)[2], float scale) {
   scale_scores<SCORES, WITH_MAX, SHUFFLE>(s, row_max, scale);
   take_powers<SCORES, WITH_SUM, POLYNOMIAL>(s, row_sum);
 }
 
-// Powers as the A operand of the PV GEMM, p[k] of its k-th step of 16 keys.
+// The powers as the A operand of the PV GEMM; p[k] is for its k-th step of 16 keys.
 template <int SCORES>
 __device__ __forceinline__ void pack_all(const float (&s)[SCORES], unsigned (&p)[SCORES / 8][4]) {
 #pragma unroll

@@ -1,5 +1,5 @@
-// unit: how many of one instruction an SM does a clock. CHAINS independent chains a thread of UNROLL · repeats each; with one
-// warp and one chain, the instruction's latency.
+// unit: instructions of one kind that an SM executes per cycle. CHAINS independent chains per thread, of UNROLL · repeats
+// instructions each; with one warp and one chain, the instruction's latency.
 #include "once.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) chip_unit(const __grid_constant__ MicroParams p) {
@@ -9,7 +9,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chip_unit(const __grid_
   float chain[CHAINS];
 #pragma unroll
   for (int c = 0; c < CHAINS; ++c) chain[c] = a + c;
-  __syncthreads();   // all warps begin together
+  __syncthreads();   // all warps start together
   const long long start = clock64();
 #pragma unroll 1
   for (long long repeat = 0; repeat < p.repeats; ++repeat) {

@@ -1,5 +1,5 @@
-// wgmma_issue: the clock before, after each of STAMPS - 1 MMAs m64nWIDTHk16 was issued, and after they are done. Where issuing
-// one suddenly takes as long as the MMA does, the queue was full. All THREADS / 128 warpgroups issue at once.
+// wgmma_issue: the cycle counter before, after the issue of each of STAMPS - 1 MMAs m64nWIDTHk16, and after their completion. Where
+// an issue suddenly takes as long as the MMA itself, the queue was full. All THREADS / 128 warpgroups issue at the same time.
 #include "chip.cuh"
 
 constexpr int ISSUES = STAMPS - 1;
@@ -20,10 +20,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chip_wgmma_issue(const 
   for (int i = 0; i < 16; ++i) a_registers[i / 4][i % 4] = threadIdx.x + i;
   long long start = 0;
   unsigned stamp[STAMPS];
-  // The first time round finds the instructions in no cache; the last one is reported.
+  // The first iteration misses in the instruction caches; the last one is reported.
 #pragma unroll 1
   for (long long repeat = 0; repeat < p.repeats; ++repeat) {
-    __syncthreads();   // all warps begin together
+    __syncthreads();   // all warps start together
     ptx::wgmma_fence();
     start = clock64();
 #pragma unroll

@@ -1,5 +1,5 @@
-// wgmma_rate: MMAs m64nWIDTHk16 of FP16, one after the other into the same accumulators, by each of THREADS / 128 warpgroups.
-// STEPS of them make a group; IN_FLIGHT groups are under way when the next is begun.
+// wgmma_rate: MMAs m64nWIDTHk16 in FP16, back to back into the same accumulators, by each of THREADS / 128 warpgroups.
+// STEPS of them form a group; up to IN_FLIGHT groups are in flight when the next one is issued.
 #include "chip.cuh"
 
 constexpr int GROUPS = THREADS / 128;
@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) chip_wgmma_rate(const _
   for (int i = 0; i < WIDTH / 2; ++i) d[i] = 0.0f;
 #pragma unroll
   for (int i = 0; i < 16; ++i) a_registers[i / 4][i % 4] = threadIdx.x + i;
-  __syncthreads();   // all warps begin together
+  __syncthreads();   // all warps start together
   const long long start = clock64();
 #pragma unroll 1
   for (long long repeat = 0; repeat < p.repeats; ++repeat) {

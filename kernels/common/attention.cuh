@@ -1,8 +1,8 @@
-// What every stage shares: the problem as the launcher passes it, and the compile-time choices it makes.
+// Shared by all stages: the problem as the launcher passes it, and its compile-time parameters.
 //
 // Compile-time (-D): HEAD_DIM, CAUSAL (0 or 1), ELEMENT (__half or __nv_bfloat16), ALIGNED (1: every row starts on a
-// 16-byte boundary, so rows may be read 16 bytes at a time), and the stage's own tunables. A call that asks for one of a
-// stage's features (its entry names them) also has WINDOW=1, SOFTCAP=1 or VARLEN=1; others have none, nor the fields they are for.
+// 16-byte boundary, so rows may be read 16 bytes at a time), and the stage's own tunables. A call that uses one of a stage's
+// features (listed in its entry) also defines WINDOW=1, SOFTCAP=1 or VARLEN=1; other calls have neither these nor their fields.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -23,8 +23,8 @@
 
 using element = ELEMENT;
 
-constexpr int WARP = 32;                      // threads a warp
-constexpr unsigned FULL_WARP = 0xffffffffu;   // lane mask: all of it
+constexpr int WARP = 32;                      // threads per warp
+constexpr unsigned FULL_WARP = 0xffffffffu;   // mask of all lanes
 constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 constexpr float NEG_INF = __builtin_bit_cast(float, 0xff800000u);
@@ -43,77 +43,77 @@ struct AttentionParams {
   TensorView K;        // (batch, kv_heads, kv_len, HEAD_DIM)
   TensorView V;        // (batch, kv_heads, kv_len, HEAD_DIM)
   TensorView O;        // (batch, q_heads, q_len, HEAD_DIM)
-  float* LSE;          // (batch, q_heads, q_len) contiguous, natural log; null where the caller wants none
+  float* LSE;          // (batch, q_heads, q_len) contiguous, natural log; null if not requested
   int q_heads;
   int kv_heads;        // divides q_heads
   int q_len;
   int kv_len;
   float scale_log2;    // scale · log2(e): scores are exponentiated in base 2
   int batch;
-  unsigned* work;      // persistent stages: {next tile, blocks that are done} or as shares.cuh says; counters are 0 at every launch,
-                       // and the last block that needs them puts them back to 0 (with atomicExch); null for other stages
-  unsigned* fallbacks; // counts tiles of a warp: [0] whose reference was moved, [1] whose scores were computed again; null where
-                       // nobody asks
+  unsigned* work;      // persistent stages: {tile counter, number of finished blocks}, or as in shares.cuh. Counters are 0 at every
+                       // launch: the last block that uses them resets them (with atomicExch). Null for other stages
+  unsigned* fallbacks; // counts warp tiles: [0] whose reference was changed, [1] whose scores were recomputed; null if the caller
+                       // does not request them
 #if WINDOW || SOFTCAP || VARLEN
-  int window_left;     // WINDOW: keys before its diagonal that a query sees beside the one on it, below 2^31 - kv_len
-  int window_right;    // and after it; not read where CAUSAL
+  int window_left;     // WINDOW: keys that a query sees before the one on its diagonal, not counting that one; below 2^31 - kv_len
+  int window_right;    // and after it; not read if CAUSAL
   float cap_scale;     // SOFTCAP: scale / cap; a score is cap · tanh(cap_scale · q·k), and scale_log2 is cap · log2(e)
 #endif
 #if VARLEN
-  // Sequences of lengths of their own, one behind the other: Q and O are (q_heads, total_q, HEAD_DIM), K and V (kv_heads, total_k,
-  // HEAD_DIM), LSE (q_heads, total_q). Their batch strides are 0; q_len and kv_len say nothing of any one sequence (of_sequence).
+  // Packed sequences of different lengths: Q and O are (q_heads, total_q, HEAD_DIM), K and V (kv_heads, total_k, HEAD_DIM),
+  // LSE (q_heads, total_q). Their batch strides are 0; q_len and kv_len are not those of any one sequence (see of_sequence).
   const int* cu_seqlens_q;   // (batch + 1): sequence b has rows [cu_seqlens_q[b], cu_seqlens_q[b + 1])
-  const int* cu_seqlens_k;   // likewise its keys
+  const int* cu_seqlens_k;   // likewise for its keys
   int total_q;
   int total_k;
 #endif
 };
 
-// The next one of a warp's tiles falls back on the way of COUNTER (AttentionParams::fallbacks).
+// Counts one more warp tile that takes the fallback path COUNTER (AttentionParams::fallbacks).
 template <int COUNTER>
 __device__ __forceinline__ void count_fallback(const AttentionParams& p, int lane) {
   if (p.fallbacks && lane == 0) atomicAdd(&p.fallbacks[COUNTER], 1u);
 }
 
-// What the launcher needs to know of a compiled kernel; it reads the constant out of the machine code. What is left out is 0.
-// The grid is (ceil(q_len / tile_q), q_heads, batch). That of a persistent kernel is (G, 1, 1), where G is as many blocks as are
-// resident at once, and at most the number of tiles, ceil(q_len / tile_q) · q_heads · batch. Where blocks come in clusters, a head's
-// tiles are rounded up to whole clusters.
+// What the launcher needs to know about a compiled kernel; it reads this constant from the cubin. Omitted fields are 0.
+// The grid is (ceil(q_len / tile_q), q_heads, batch). That of a persistent kernel is (G, 1, 1), where G is the number of co-resident
+// blocks, but at most the number of tiles, ceil(q_len / tile_q) · q_heads · batch. For a kernel launched in clusters, the tiles of a
+// head are rounded up to whole clusters.
 struct LaunchShape {
-  int threads;      // a block
-  int smem_bytes;   // dynamic shared memory a block
-  int tile_q;       // query rows a tile
-  int box_q;        // rows a copy of Q; not 0: the kernel takes AttentionMaps (hopper.cuh) as its second parameter
-  int box_kv;       // rows a copy of K and V
-  int persistent;   // 1: blocks take tiles until none is left
+  int threads;      // per block
+  int smem_bytes;   // dynamic shared memory per block
+  int tile_q;       // query rows per tile
+  int box_q;        // rows per TMA copy of Q; nonzero: the kernel takes AttentionMaps (hopper.cuh) as its second parameter
+  int box_kv;       // rows per TMA copy of K and V
+  int persistent;   // 1: blocks process tiles until none is left
 };
 
-// The same of a kernel whose blocks come in clusters.
+// The same for a kernel launched in clusters.
 struct ClusterLaunchShape {
   LaunchShape block;
-  int panels_kv;    // panels of 64 columns a copy of K and V (hopper.cuh); 0: all
-  int cluster;      // blocks a cluster, which take neighbouring tiles of a head: the grid is in whole clusters; 0 or 1: none
+  int panels_kv;    // panels (hopper.cuh) per TMA copy of K and V; 0: all
+  int cluster;      // blocks per cluster, which process neighbouring tiles of a head; the grid is in whole clusters. 0 or 1: none
 };
 
-// The same of a kernel whose blocks split keys. A tile's rows are packed: query row r / group of head r % group of the `group` query
-// heads that share a K/V head. The grid is (splits · ceil(group · q_len / tile_q), kv_heads, batch), in clusters of `splits` blocks
-// along x, which the launcher chooses where `cluster` is 0.
+// The same for a split-KV kernel. A tile packs the rows of the `group` query heads that share a K/V head: packed row r is query row
+// r / group of head r % group. The grid is (splits · ceil(group · q_len / tile_q), kv_heads, batch), in clusters of `splits` blocks
+// along x; the launcher chooses `splits` where `cluster` is 0.
 struct SplitLaunchShape {
   ClusterLaunchShape blocks;
-  int split_keys;   // keys that a block takes at a time: a block more would be idle where there are fewer than that for each
+  int split_keys;   // keys that a block processes per step, and the minimum per block: with more blocks, some would be idle
 };
 
-// First row of one head.
+// Pointer to the first row of one head.
 __device__ __forceinline__ element* head_of(const TensorView& tensor, int batch, int head) {
   return static_cast<element*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride;
 }
 
-// The key/value head that a query head reads (grouped-query attention; the same head where their numbers agree).
+// The K/V head that a query head reads (grouped-query attention); the same head if q_heads equals kv_heads.
 __device__ __forceinline__ int kv_head_of(const AttentionParams& p, int q_head) {
   return q_head / (p.q_heads / p.kv_heads);
 }
 
-// The place in LSE of a head's row.
+// Index of a head's row in LSE.
 __device__ __forceinline__ long long lse_row(const AttentionParams& p, int batch, int head, int q_row) {
 #if VARLEN
   return static_cast<long long>(head) * p.total_q + q_row;
@@ -123,13 +123,13 @@ __device__ __forceinline__ long long lse_row(const AttentionParams& p, int batch
 }
 
 #if VARLEN
-// A sequence's rows of Q and O, [first_q, first_q + q_len), and of K and V.
+// The rows of one sequence: [first_q, first_q + q_len) of Q and O, and likewise of K and V.
 struct Sequence {
   int first_q, q_len;
   int first_k, kv_len;
 };
 
-// Sequence `number` of the batch. Whatever numbers the caller gave, it lies within the tensors: nothing outside of them is touched.
+// Sequence `number` of the batch, clamped to the tensors: no value in cu_seqlens can cause an access outside of them.
 __device__ __forceinline__ Sequence sequence_at(const AttentionParams& p, int number) {
   Sequence s;
   s.first_q = max(0, min(p.cu_seqlens_q[number], p.total_q));
@@ -139,7 +139,7 @@ __device__ __forceinline__ Sequence sequence_at(const AttentionParams& p, int nu
   return s;
 }
 
-// The call as if it were of this sequence alone: its lengths, and the tensors from its first row on.
+// The parameters of a call with this sequence alone: its lengths, and the tensors from its first row on.
 __device__ __forceinline__ AttentionParams of_sequence(const AttentionParams& p, const Sequence& s) {
   const auto from = [](const TensorView& tensor, int first_row) {
     TensorView rows = tensor;
@@ -158,8 +158,8 @@ __device__ __forceinline__ AttentionParams of_sequence(const AttentionParams& p,
 }
 #endif
 
-// Keys that query `q_row` sees: [first_key, visible_keys). The diagonal is aligned bottom right, so that the latter can be 0. Both grow
-// with the row; rows past the end have the last one's first key, so that they see some.
+// Keys visible to query `q_row`: [first_key, visible_keys). The diagonal is aligned to the bottom right, so visible_keys can be 0. Neither
+// decreases from row to row. Rows past the end use the last row's first_key, so that they see some keys.
 __device__ __forceinline__ int first_key(const AttentionParams& p, int q_row) {
 #if WINDOW
   return max(0, min(q_row, p.q_len - 1) + p.kv_len - p.q_len - p.window_left);

@@ -1,4 +1,4 @@
-// Packed fp16 arithmetic on chunks; for stages whose elements are fp16 alone.
+// Packed fp16 arithmetic on chunks, only for stages whose elements are fp16.
 #pragma once
 #include "tile.cuh"
 

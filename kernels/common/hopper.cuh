@@ -1,10 +1,10 @@
-// What Hopper stages share: tiles that arrive by TMA loads, GEMMs by wgmma, and the softmax in their registers.
+// Shared by the Hopper stages: tiles loaded by TMA, wgmma GEMMs, and the softmax on their accumulator registers.
 //
-// A tile of ROWS rows of Q, K or V lies in shared memory as panels of 64 columns, [HEAD_DIM / 64][ROWS][64]: a panel's row is
-// 128 bytes, one span of the swizzle, and a pattern of 8 rows starts on 1024 bytes. Where HEAD_DIM is an odd multiple of 32, panels
-// have 32 columns, a span 64 bytes and a pattern 512.
-// A thread holds of 64 rows of scores or output, for warp w of the warpgroup and lane l (see wgmma.cuh): x[4·j + 2·h + e] is
-// row 16·w + l / 4 + 8·h, column 8·j + 2·(l % 4) + e. So it meets two rows, h = 0 and 1, and 4 lanes share a row.
+// A tile of ROWS rows of Q, K or V is stored in shared memory as panels of 64 columns, [HEAD_DIM / 64][ROWS][64]: a row of a panel is
+// 128 bytes, one swizzle span, and a pattern of 8 rows is aligned to 1024 bytes. If HEAD_DIM is an odd multiple of 32, panels have
+// 32 columns, spans 64 bytes and patterns 512 bytes.
+// Of 64 rows of scores or output, lane l of warp w of the warpgroup holds (see wgmma.cuh): x[4·j + 2·h + e] is row
+// 16·w + l / 4 + 8·h, column 8·j + 2·(l % 4) + e. So a lane holds parts of two rows, h = 0 and 1, and 4 lanes share a row.
 #pragma once
 #include "attention.cuh"
 #include "mma.cuh"
@@ -13,13 +13,13 @@
 #include "reduce.cuh"
 #include "tile.cuh"
 
-// A map per tensor, of dimensions (PANEL, length, HEAD_DIM / PANEL, heads, batch), innermost first. run/arguments.py makes them: a copy
-// of Q has LaunchShape's box_q rows, one of K or V box_kv (and panels_kv panels, or all), one of O WARP_ROWS.
-// With VARLEN no dimension ends where a sequence does, and a copy of its last rows must not touch the next one's. So the length is the
-// total of all sequences, the last dimension runs over rows too, and the map starts `total` rows before the tensor: row r of a sequence
-// that ends before row `end` has the coordinates total - length + r and end. Its row past the last, r = length, is past the map's: it
-// is read as 0, and not written. A copy has at least one row of the sequence: one that has none reads where the map starts, on an
-// H200 at least, and nothing need be mapped there.
+// One map per tensor, of dimensions (PANEL, length, HEAD_DIM / PANEL, heads, batch), innermost first, made by run/arguments.py. The box of
+// Q has LaunchShape's box_q rows, that of K and V box_kv rows (and panels_kv panels, or all), that of O WARP_ROWS.
+// With VARLEN, a copy of a sequence's last rows must not touch the next sequence, but no dimension of a plain map ends there. So the length
+// is the total of all sequences, the last dimension runs over rows too, and the map starts `total` rows before the tensor: row r of a
+// sequence that ends before row `end` has the coordinates total - length + r and end. The row after its last, r = length, is then out of
+// bounds: it is read as 0 and not written. A copy must include at least one row of the sequence: one without any reads at the map's
+// start, on an H200 at least, where nothing need be mapped.
 struct AttentionMaps {
   ptx::TensorMap Q, K, V, O;
 };
@@ -27,55 +27,55 @@ struct AttentionMaps {
 constexpr int WARPGROUP = 128;             // threads
 constexpr int WARPGROUP_WARPS = 4;
 constexpr int WGMMA_ROWS = 64;             // of A and D
-constexpr int WARP_ROWS = 16;              // of those, a warp's; rows a copy of O
-constexpr int WGMMA_STEP = 16;             // of the dimension summed over, an instruction
+constexpr int WARP_ROWS = 16;              // of those, per warp; also the rows per TMA store of O
+constexpr int WGMMA_STEP = 16;             // reduction dimension (K) of one instruction
 constexpr int PANEL = HEAD_DIM % 64 == 0 ? 64 : 32;   // columns
-constexpr int PANEL_CHUNKS = PANEL / CHUNK;           // that a swizzle exchanges
+constexpr int PANEL_CHUNKS = PANEL / CHUNK;           // 16-byte chunks of a panel's row, which the swizzle permutes
 constexpr int PANEL_ROW_BYTES = PANEL * sizeof(element);
 constexpr int PATTERN_BYTES = 8 * PANEL_ROW_BYTES;
 constexpr ptx::Swizzle PANEL_SWIZZLE = PANEL == 64 ? ptx::Swizzle::b128 : ptx::Swizzle::b64;
 static_assert(HEAD_DIM % PANEL == 0, "HEAD_DIM must be a multiple of 32: tiles are panels of 64 or 32 columns");
 
 constexpr int SM_REGISTERS = 65536;
-constexpr int BLOCK_SMEM_BYTES = 232448;   // that a block may have
+constexpr int BLOCK_SMEM_BYTES = 232448;   // maximum per block
 
 template <int ROWS>
 constexpr unsigned TILE_BYTES = ROWS * HEAD_DIM * sizeof(element);
 
 // --- tiles into shared memory ------------------------------------------------------------------------------------------------
 
-// Element offset of 8 elements of a tile: column 8·chunk of `row`.
+// Offset, in elements, of 8 elements of a tile: columns 8·chunk to 8·chunk + 7 of `row`.
 template <int ROWS>
 __device__ __forceinline__ int tile_offset(int row, int chunk) {
-  constexpr int SPAN_ROWS = 8 / PANEL_CHUNKS;   // rows in 128 bytes, whose chunks are exchanged alike
+  constexpr int SPAN_ROWS = 8 / PANEL_CHUNKS;   // rows per 128 bytes, whose chunks are permuted alike
   return (chunk / PANEL_CHUNKS * ROWS + row) * PANEL + ((chunk % PANEL_CHUNKS) ^ (row / SPAN_ROWS % PANEL_CHUNKS)) * CHUNK;
 }
 
-// One head of Q, K or V as the copies see it.
+// One head of Q, K or V as the source of tile copies.
 struct Source {
-  const ptx::TensorMap* map;   // where rows are 16-byte aligned
-  const TensorView* view;      // where they are not
+  const ptx::TensorMap* map;   // used if rows are 16-byte aligned
+  const TensorView* view;      // used if they are not
   int length;                  // rows
   int head;
   int batch;
   int map_row = 0;             // the map's coordinate of the first row
 };
 
-// How many arrivals a barrier expects of NUM_THREADS threads that fill tiles: with tensor copies one thread does it all.
+// Number of arrivals that a barrier expects from NUM_THREADS threads that fill tiles: with TMA, one thread issues all copies.
 template <int NUM_THREADS>
 constexpr int FILL_ARRIVALS = ALIGNED ? 1 : NUM_THREADS;
 
-// Filling tiles whose arrival one barrier announces: fill_begin, fill for each tile, fill_end. Of NUM_THREADS threads, `thread` 0
-// alone calls them where rows are aligned; it starts copies and returns. Elsewhere all call them and copy by hand.
+// Fills tiles whose completion one barrier signals: fill_begin, then fill for each tile, then fill_end. If rows are aligned, only
+// `thread` 0 of the NUM_THREADS threads calls these; it issues TMA loads and returns. Otherwise all of them call these, and copy.
 __device__ __forceinline__ void fill_begin(ptx::Mbarrier* full, unsigned bytes) {
   if constexpr (ALIGNED) ptx::mbarrier_arrive_expect_tx(full, bytes);
 }
 
-// Rows [first_row, first_row + ROWS); those past the end become 0, because a key that is masked still meets the product with V.
+// Rows [first_row, first_row + ROWS); rows past the end become 0, because a masked key still takes part in the PV GEMM.
 template <int ROWS, int NUM_THREADS>
 __device__ __forceinline__ void fill(element* tile_smem, const Source& source, int first_row, ptx::Mbarrier* full, int thread) {
   if constexpr (ALIGNED) {
-    const int row = VARLEN ? min(first_row, source.length - 1) : first_row;   // AttentionMaps; rows past the end may have anything
+    const int row = VARLEN ? min(first_row, source.length - 1) : first_row;   // see AttentionMaps; rows past the end may hold anything
     ptx::cp_async_bulk_tensor_5d_load(tile_smem, source.map, full, 0, source.map_row + row, 0, source.head, source.batch);
   } else {
     const element* head_gmem = head_of(*source.view, source.batch, source.head);
@@ -92,23 +92,23 @@ __device__ __forceinline__ void fill(element* tile_smem, const Source& source, i
 
 __device__ __forceinline__ void fill_end(ptx::Mbarrier* full) {
   if constexpr (!ALIGNED) {
-    ptx::fence_proxy_async_shared();   // the tensor cores will read what was written by plain stores
+    ptx::fence_proxy_async_shared();   // makes the ordinary stores visible to the tensor cores (async proxy)
     ptx::mbarrier_arrive(full);
   }
 }
 
 // --- GEMMs -------------------------------------------------------------------------------------------------------------------
-// What is added to a descriptor moves its start, in units of 16 bytes. The caller fences before, and commits and waits
-// after.
+// Adding to a descriptor advances its start address, in units of 16 bytes. The caller executes wgmma_fence before, and commits and
+// waits after.
 
 using Descriptor = unsigned long long;
 
-// Of Q or K: the rows are the rows (columns) of the product, and contiguous along the dimension summed over.
+// Of Q or K (K-major): the tile's rows are the rows of A or the columns of B, contiguous along the reduction dimension.
 __device__ __forceinline__ Descriptor rows_descriptor(const element* tile_smem) {
   return ptx::make_descriptor(tile_smem, 0, PATTERN_BYTES, PANEL_SWIZZLE);
 }
 
-// Of V: contiguous along the columns of the product; from one panel to the next are KEYS rows.
+// Of V (MN-major): contiguous along the columns of the output; one panel is KEYS rows after the previous one.
 template <int KEYS>
 __device__ __forceinline__ Descriptor columns_descriptor(const element* tile_smem) {
   return ptx::make_descriptor(tile_smem, KEYS * PANEL_ROW_BYTES, PATTERN_BYTES, PANEL_SWIZZLE);
@@ -127,7 +127,7 @@ __device__ __forceinline__ void multiply_QK(float (&S_reg)[KEYS / 2], Descriptor
   }
 }
 
-// A warp's 16 rows of Q to its registers: a fragment for 16 columns from 16·k on, and one for each 16 columns.
+// Loads a warp's 16 rows of Q into registers: the fragment of the 16 columns from 16·k on, or (load_Q) those of all columns.
 __device__ __forceinline__ void load_Q_part(unsigned (&fragment)[4], const element* tile_smem, int k, int warp, int lane) {
   const int row = warp * 16 + lane_row_of_rows(lane), chunk = k * (WGMMA_STEP / CHUNK) + lane_chunk_of_rows(lane);
   ptx::ldmatrix_x4(fragment, tile_smem + tile_offset<WGMMA_ROWS>(row, chunk));
@@ -137,7 +137,7 @@ __device__ __forceinline__ void load_Q(unsigned (&Q_reg)[HEAD_DIM / WGMMA_STEP][
   for (int k = 0; k < HEAD_DIM / WGMMA_STEP; ++k) load_Q_part(Q_reg[k], tile_smem, k, warp, lane);
 }
 
-// The same with Q in registers, a fragment for each 16 columns.
+// The same with Q in registers, one fragment per 16 columns.
 template <int KEYS>
 __device__ __forceinline__ void multiply_QK(float (&S_reg)[KEYS / 2], const unsigned (&Q_reg)[HEAD_DIM / WGMMA_STEP][4],
                                             Descriptor K_desc) {
@@ -162,15 +162,15 @@ __device__ __forceinline__ void multiply_PV(float (&O_reg)[HEAD_DIM / 2], const 
 
 // --- softmax -----------------------------------------------------------------------------------------------------------------
 
-// Of a thread's two rows.
+// Softmax state of a thread's two rows.
 struct RowState {
   float max[HALVES] = {NEG_INF, NEG_INF};   // largest score so far, in units of log2; the same in the 4 lanes of a row
-  float sum[HALVES] = {};                   // this lane's share of the sum of 2^(score - max)
+  float sum[HALVES] = {};                   // this lane's partial sum of 2^(score - max)
 };
 
-// The tile's scores become probabilities 2^(score - max), and `rescale` what earlier sums and outputs must be multiplied by.
-// Where `masked`, row h sees columns below num_keys[h], counted from this lane's first; elsewhere no comparison is made, and one
-// multiply-add both scales a score and subtracts the maximum, for which the scale must be positive.
+// Turns the tile's scores into probabilities 2^(score - max), and sets `rescale` to the factors for earlier sums and outputs.
+// If `masked`, row h sees columns below num_keys[h], counted from this lane's first column. Otherwise nothing is compared, and one
+// FMA both scales a score and subtracts the maximum, which requires a positive scale.
 template <int KEYS>
 __device__ __forceinline__ void softmax(float (&S_reg)[KEYS / 2], RowState& rows, float (&rescale)[HALVES], float scale_log2,
                                         bool masked, const int (&num_keys)[HALVES]) {
@@ -188,8 +188,8 @@ __device__ __forceinline__ void softmax(float (&S_reg)[KEYS / 2], RowState& rows
 #pragma unroll
     for (int i = 2 * h; i < KEYS / 2; i += 4) lane_max = fmaxf(lane_max, fmaxf(S_reg[i], S_reg[i + 1]));
     const float new_max = fmaxf(rows.max[h], lanes_max<ROW_LANES>(lane_max) * scale);
-    const float reference = new_max == NEG_INF ? 0.0f : new_max;      // no key seen yet: -inf - -inf would be NaN
-    rescale[h] = ptx::ex2_approx_ftz(rows.max[h] - reference);        // 0 at the first keys
+    const float reference = new_max == NEG_INF ? 0.0f : new_max;      // no visible key yet: -inf - -inf would be NaN
+    rescale[h] = ptx::ex2_approx_ftz(rows.max[h] - reference);        // 0 for a row's first visible keys
     rows.max[h] = new_max;
     rows.sum[h] *= rescale[h];
     minus_reference[h] = -reference;
@@ -203,14 +203,14 @@ __device__ __forceinline__ void softmax(float (&S_reg)[KEYS / 2], RowState& rows
   }
 }
 
-// Probabilities as A of the PV GEMM: what a thread holds of D is what it must hold of A, once rounded.
+// Probabilities as A of the PV GEMM: once rounded, the accumulator elements that a thread holds are its elements of A.
 template <int KEYS>
 __device__ __forceinline__ void round_P(unsigned (&P_reg)[KEYS / WGMMA_STEP][4], const float (&S_reg)[KEYS / 2]) {
 #pragma unroll
   for (int i = 0; i < KEYS / 2; i += 2) P_reg[i / 8][i / 2 % 4] = pack(S_reg[i], S_reg[i + 1], element{});
 }
 
-// Those of the thread's row h alone. Not an argument of round_P: another signature would change the digests that records name.
+// Rounds the thread's row h only. Not a parameter of round_P: another signature would change the code digests in the records.
 template <int KEYS>
 __device__ __forceinline__ void round_rows(unsigned (&P_reg)[KEYS / WGMMA_STEP][4], const float (&S_reg)[KEYS / 2], int h) {
 #pragma unroll
@@ -226,15 +226,15 @@ __device__ __forceinline__ void scale_O(float (&O_reg)[HEAD_DIM / 2], const floa
 
 // --- output ------------------------------------------------------------------------------------------------------------------
 
-// What a warp's 16 rows need before they leave: O is divided by `weight`, the sum of a row's probabilities; the log-sum-exp, from
-// `sum`, is written where it is wanted. Both are sums over the whole row, the same in its 4 lanes.
+// Finishes a warp's 16 rows before they are stored: divides O by `weight`, the sum of a row's probabilities, and writes the
+// log-sum-exp, from `sum`, if requested. Both are sums over the whole row, identical in its 4 lanes.
 __device__ __forceinline__ void finish_rows(const AttentionParams& p, float (&O_reg)[HEAD_DIM / 2], const RowState& rows,
                                             const float (&weight)[HALVES], const float (&sum)[HALVES], int lane, int warp_q_row,
                                             int head, int batch) {
   float inv_weight[HALVES];
 #pragma unroll
   for (int h = 0; h < HALVES; ++h) {
-    inv_weight[h] = weight[h] == 0.0f ? 0.0f : 1.0f / weight[h];   // 0 when the row sees no key
+    inv_weight[h] = weight[h] == 0.0f ? 0.0f : 1.0f / weight[h];   // 0 if the row has no visible key
     const int q_row = warp_q_row + lane / ROW_LANES + 8 * h;
     if (p.LSE && lane % ROW_LANES == 0 && q_row < p.q_len) {
       const long long place = lse_row(p, batch, head, q_row);
@@ -249,10 +249,10 @@ __device__ __forceinline__ void finish_rows(const AttentionParams& p, float (&O_
   finish_rows(p, O_reg, rows, sum, sum, lane, warp_q_row, head, batch);
 }
 
-// Rounds them into a tile of ROWS rows, from `first_row` on.
+// Rounds a warp's 16 rows of O into a tile of ROWS rows, from `first_row` on.
 template <int ROWS>
 __device__ __forceinline__ void stage_rows(element* tile_smem, const float (&O_reg)[HEAD_DIM / 2], int first_row, int lane) {
-  // Lane l names row l % 8 of matrix l / 8: the two halves of 16 rows, then the next 8 columns.
+  // Lane l addresses row l % 8 of matrix l / 8: matrices 0 and 1 are the halves of 16 rows, 2 and 3 the next 8 columns.
   const int matrix_row = first_row + lane / 8 % 2 * 8 + lane % 8;
 #pragma unroll
   for (int d = 0; d < HEAD_DIM; d += 16) {
@@ -263,8 +263,8 @@ __device__ __forceinline__ void stage_rows(element* tile_smem, const float (&O_r
   }
 }
 
-// A warp's 16 rows, by way of shared memory, so that whole lines leave. `tile_smem` is [HEAD_DIM / PANEL][64][PANEL], of which the
-// warp uses rows 16·warp onwards and nobody else may.
+// Stores a warp's 16 rows by way of shared memory, so that whole cache lines are written. `tile_smem` is [HEAD_DIM / PANEL][64][PANEL];
+// the warp uses its 16 rows from 16·warp on, which no other warp may use.
 __device__ __forceinline__ void write_rows(const AttentionParams& p, const float (&O_reg)[HEAD_DIM / 2], element* tile_smem,
                                            int warp, int lane, int first_q_row, int head, int batch) {
   const int tile_row = warp * WARP_ROWS;
@@ -275,13 +275,13 @@ __device__ __forceinline__ void write_rows(const AttentionParams& p, const float
 #pragma unroll
   for (int i = 0; i < WARP_ROWS; i += ROWS_AT_ONCE) {
     const int row = tile_row + i + lane / ROW_CHUNKS, chunk = lane % ROW_CHUNKS;
-    const bool needed = WARP % ROW_CHUNKS == 0 || lane < ROWS_AT_ONCE * ROW_CHUNKS;   // where rows have no power of two of chunks
-    if (needed && first_q_row + row < p.q_len) {   // read here, not before: else the compiler stores 4 bytes at a time
+    const bool needed = WARP % ROW_CHUNKS == 0 || lane < ROWS_AT_ONCE * ROW_CHUNKS;   // if ROW_CHUNKS is not a power of two
+    if (needed && first_q_row + row < p.q_len) {   // read here, not earlier: otherwise the compiler stores 4 bytes at a time
       write_chunk(O_gmem + (first_q_row + row) * p.O.row_stride + chunk * CHUNK,
                   *reinterpret_cast<const Chunk*>(tile_smem + tile_offset<WGMMA_ROWS>(row, chunk)));
     }
   }
-  __syncwarp();   // the rows are free again
+  __syncwarp();   // the warp's rows in shared memory may be overwritten
 }
 __device__ __forceinline__ void write_output(const AttentionParams& p, float (&O_reg)[HEAD_DIM / 2], const RowState& rows,
                                              element* tile_smem, int warp, int lane, int first_q_row, int head, int batch) {
@@ -289,18 +289,18 @@ __device__ __forceinline__ void write_output(const AttentionParams& p, float (&O
   write_rows(p, O_reg, tile_smem, warp, lane, first_q_row, head, batch);
 }
 
-// The same by a TMA store, which runs on while the warp does something else and leaves out rows past the end. Where rows are
-// aligned alone. `rows_smem` is the warp's own, [HEAD_DIM / PANEL][16][PANEL]. The warp calls output_copied before it ends.
-// `warp_q_row` and `batch` are the map's coordinates, and VARLEN needs the map's length.
+// The same by a TMA store, which runs asynchronously and skips rows past the end; only if rows are aligned. `rows_smem` belongs to
+// the warp, [HEAD_DIM / PANEL][16][PANEL]. The warp must call output_copied before it exits.
+// `warp_q_row` and `batch` are coordinates of the map; VARLEN also needs the map's length.
 __device__ __forceinline__ void copy_rows(const AttentionMaps& maps, const float (&O_reg)[HEAD_DIM / 2], element* rows_smem, int lane,
                                           int warp_q_row, int head, int batch, int map_length = 0) {
-  if (lane == 0) ptx::cp_async_bulk_wait_group_read<0>();   // the rows before have been read
+  if (lane == 0) ptx::cp_async_bulk_wait_group_read<0>();   // the previous store has read the buffer
   __syncwarp();
   stage_rows<WARP_ROWS>(rows_smem, O_reg, 0, lane);
-  ptx::fence_proxy_async_shared();   // the copy will read what was written by plain stores
-  __syncwarp();                      // of every lane
+  ptx::fence_proxy_async_shared();   // makes the ordinary stores visible to the TMA store (async proxy)
+  __syncwarp();                      // every lane has executed the fence
 #if VARLEN
-  if (warp_q_row >= map_length) lane = WARP;   // no row is the sequence's (AttentionMaps): nobody stores
+  if (warp_q_row >= map_length) lane = WARP;   // no row belongs to the sequence (see AttentionMaps): no lane stores
 #endif
   if (lane == 0) {
     ptx::cp_async_bulk_tensor_5d_store(&maps.O, rows_smem, 0, warp_q_row, 0, head, batch);
@@ -313,5 +313,5 @@ __device__ __forceinline__ void copy_output(const AttentionParams& p, const Atte
   copy_rows(maps, O_reg, rows_smem, lane, warp_q_row, head, batch);
 }
 __device__ __forceinline__ void output_copied(int lane) {
-  if (lane == 0) ptx::cp_async_bulk_wait_group_read<0>();   // shared memory is given back when the block ends
+  if (lane == 0) ptx::cp_async_bulk_wait_group_read<0>();   // shared memory is released when the block exits
 }

@@ -1,28 +1,28 @@
-// The producer of persistent stages from 13 on: one warp fetches work tiles and their Q, each as late as it can still come in time;
-// the other three fetch K and V. And the order in which blocks take work tiles.
+// The producer warpgroup of the persistent stages from 13 on, and the tile scheduler. One warp fetches work tiles and loads their Q,
+// each as late as it can still arrive in time; the other three warps load K and V.
 //
-// The stage has TILE_KV, NUM_CONSUMERS, PIPELINE_STAGES and L2_SHARE_MB; its SharedStorage has Q[Q_BUFFERS][NUM_CONSUMERS],
-// K and V[PIPELINE_STAGES], work[Q_STAGES] and the mbarriers named here.
+// The stage defines TILE_KV, NUM_CONSUMERS, PIPELINE_STAGES and L2_SHARE_MB; its SharedStorage has Q[Q_BUFFERS][NUM_CONSUMERS],
+// K and V[PIPELINE_STAGES], work[Q_STAGES] and the mbarriers used here.
 #pragma once
-#include "works.cuh"
+#include "work_tiles.cuh"
 
 constexpr int Q_THREADS = WARP;            // of the producer
 constexpr int KV_THREADS = WARPGROUP - WARP;
-constexpr int Q_STAGES = 2;                // the next work tile's Q comes while this one is in use
-// With wide rows there is room for one Q. The next work tile is taken as early, and its K comes; its Q when the one before is read.
+constexpr int Q_STAGES = 2;                // the next work tile's Q is loaded while this one is in use
+// Wide rows leave room for one Q. The next work tile and its K are still fetched as early, but its Q only once the previous Q is free.
 constexpr int Q_BUFFERS = HEAD_DIM > 128 ? 1 : Q_STAGES;
-// 1: K and V are fetched as soon as the work tile is known, 0: when its Q has come. A stage may define it; it then has `work_known`.
-#ifndef KNOWN_EARLY
-#define KNOWN_EARLY (Q_BUFFERS == 1)
+// 1: K and V are fetched as soon as the work tile is known; 0: once its Q has arrived. A stage may define it; 1 needs `work_ready`.
+#ifndef WORK_BEFORE_Q
+#define WORK_BEFORE_Q (Q_BUFFERS == 1)
 #endif
-// 1: the last section of heads has at least one work tile for every block (TileScheduler). A stage may define it.
+// 1: the last section of heads has at least one work tile per block (TileScheduler). A stage may define it.
 #ifndef LAST_SECTION_FILLS
 #define LAST_SECTION_FILLS 0
 #endif
-constexpr int TAKE_AHEAD = 2;              // a work tile is taken when so many K/V tiles of the one before follow the next to fetch
+constexpr int TAKE_AHEAD = 2;              // the next work tile is fetched when this many K/V tiles remain after the one to be loaded next
 constexpr long long L2_SHARE_BYTES = static_cast<long long>(L2_SHARE_MB) << 20;
 
-// A stage of a circular buffer, and the phase parity of its full barrier there.
+// A stage of a circular buffer, and the phase parity of its full barrier.
 template <int SIZE>
 struct Place {
   int stage = 0;
@@ -36,20 +36,20 @@ struct Place {
   }
 };
 using KvPlace = Place<PIPELINE_STAGES>;
-__device__ __forceinline__ Place<Q_STAGES> Q_place(int count) {   // the same from one number, where registers are short
+__device__ __forceinline__ Place<Q_STAGES> Q_place(int count) {   // the same from a single counter, to save registers
   return {count % Q_STAGES, static_cast<unsigned>(count / Q_STAGES & 1)};
 }
 __device__ __forceinline__ int Q_buffer(int count) { return Q_BUFFERS == 1 ? 0 : count % Q_STAGES; }
 
 #if !VARLEN
-// The tile scheduler: work tiles from an atomic counter, of as many heads at once as have room for their K and V in a share of the L2
-// cache. Of these heads the longest work tiles come first, so that the last to end are short: causal, the last rows', which see most
-// keys; non-causal, the first rows', because a head's last tile may have fewer rows. The last of these sections decides how evenly
-// blocks end: with fewer work tiles than blocks, some of the longest would be among the last.
+// The tile scheduler. Work tiles come from an atomic counter, in sections of as many heads as fit their K and V into a share of the L2
+// cache. Within a section the longest work tiles come first, so that the last to finish are short. The longest are, causal, those of the
+// last rows, which see the most keys; non-causal, those of the first rows, because a head's last tile may have fewer rows. The last section
+// decides how evenly blocks finish: if it has fewer work tiles than there are blocks, some of the longest are among the last to finish.
 template <int TILE_ROWS>
 class TileScheduler {
  public:
-  // What takes long divisions is done once.
+  // The 64-bit divisions are done here, once.
   __device__ __forceinline__ explicit TileScheduler(const AttentionParams& p)
       : num_q_tiles((p.q_len + TILE_ROWS - 1) / TILE_ROWS), num_heads(p.q_heads * p.batch) {
     const long long head_bytes = 2ll * p.kv_len * HEAD_DIM * sizeof(element) * p.kv_heads / p.q_heads;
@@ -60,11 +60,11 @@ class TileScheduler {
     }
   }
 
-  // A block's first work tile is given, the others come from the counter.
-  __device__ __forceinline__ Work next(const AttentionParams& p, bool first) {
+  // A block's first work tile has the block's index; the others come from the counter.
+  __device__ __forceinline__ WorkTile next(const AttentionParams& p, bool first) {
     const int index = first ? blockIdx.x : gridDim.x + atomicAdd(&p.work[0], 1u);
     if (index >= num_q_tiles * num_heads) return {0, 0, 0, NO_MORE};
-    // Heads that are left over come first: as the last section, their longest work tiles would be the last to end.
+    // The heads left over from whole sections come first: as the last section, their longest work tiles would finish last.
     const int left_over = (LAST_SECTION_FILLS ? num_before : num_heads) % section;
     const int in_sections = index - left_over * num_q_tiles;
     int first_head = in_sections < 0 ? 0 : left_over + in_sections / (section * num_q_tiles) * section;
@@ -78,7 +78,7 @@ class TileScheduler {
     const int section_index = index - first_head * num_q_tiles;
     const int round = section_index / section_heads;
     const int first_q_row = (CAUSAL ? num_q_tiles - 1 - round : round) * TILE_ROWS;
-    const int any_head = first_head + section_index - round * section_heads;   // of all batches
+    const int any_head = first_head + section_index - round * section_heads;   // counted over all batches
     const int batch = any_head / p.q_heads;
     return {first_q_row, any_head - batch * p.q_heads, batch, tiles_of_rows(p, first_q_row, TILE_ROWS)};
   }
@@ -86,20 +86,20 @@ class TileScheduler {
  private:
   int num_q_tiles;
   int num_heads;
-  int section;      // heads worked on at the same time
-  int num_before;   // heads before the last section, where that has a size of its own
+  int section;      // heads processed at the same time
+  int num_before;   // heads before the last section, where that has its own size
 };
 #else
-// The tile scheduler of sequences of lengths of their own: one after the other in their order, of each a head after the other, of that
-// the longest work tiles first, as ever. Blocks that work at the same time have neighbouring tiles, and so K and V of few heads.
+// The tile scheduler for packed sequences: sequence by sequence in order, head by head, and within a head the longest work tiles first, as
+// above. Blocks that run at the same time have neighbouring tiles, and therefore share the K and V of few heads.
 template <int TILE_ROWS>
 class TileScheduler {
  public:
   __device__ __forceinline__ explicit TileScheduler(const AttentionParams&) {}
 
-  // The numbers that a block takes rise, so that it goes through the sequences once, on from where it was. No more is kept of one: the
+  // The indices that a block fetches increase, so it walks the sequences once, resuming where it stopped. It keeps no more state: the
   // producer has few registers.
-  __device__ __forceinline__ Work next(const AttentionParams& p, bool first) {
+  __device__ __forceinline__ WorkTile next(const AttentionParams& p, bool first) {
     const int number = first ? blockIdx.x : gridDim.x + atomicAdd(&p.work[0], 1u);
     for (; batch < p.batch; ++batch) {
       const Sequence sequence = sequence_at(p, batch);
@@ -115,33 +115,33 @@ class TileScheduler {
   }
 
  private:
-  int batch = 0;          // the sequence at hand
+  int batch = 0;          // the current sequence
   int tiles_before = 0;   // work tiles of the sequences before it
 };
 #endif
 
-// One warp of the producer: takes work tiles and fetches their Q. A work tile is taken as late as its Q can still come in time: a
-// block that takes early takes by its place in a queue and not by being free, and the last to end are late.
+// One producer warp: fetches work tiles and loads their Q, as late as Q can still arrive in time. Blocks that fetch early get tiles in the
+// order of their requests, not in the order in which they become free, and the last blocks finish later.
 template <class Smem>
 __device__ __forceinline__ void fetch_Q(const AttentionParams& p, const AttentionMaps& maps, Smem& smem, int thread) {
   constexpr int ROWS = NUM_CONSUMERS * WGMMA_ROWS;
   TileScheduler<ROWS> scheduler(p);
   for (int count = 0;; ++count) {
     const Place<Q_STAGES> q = Q_place(count);
-    ptx::mbarrier_wait_parity(&smem.Q_empty[q.stage], q.parity ^ 1);   // the consumers are done with the stage's last Q
-    if (count > 0) ptx::mbarrier_wait_parity(&smem.end_near, (count - 1) & 1);   // the work tile before will be done soon
+    ptx::mbarrier_wait_parity(&smem.Q_empty[q.stage], q.parity ^ 1);   // consumers and K/V warps have released the stage
+    if (count > 0) ptx::mbarrier_wait_parity(&smem.end_near, (count - 1) & 1);   // the previous work tile is near its end
     if (thread == 0) smem.work[q.stage] = scheduler.next(p, count == 0);
-    if constexpr (!ALIGNED) __syncwarp();   // the others see it
-    const Work work = smem.work[q.stage];
-    if constexpr (KNOWN_EARLY) {
-      if (thread == 0) ptx::mbarrier_arrive(&smem.work_known[q.stage]);
+    if constexpr (!ALIGNED) __syncwarp();   // makes it visible to the other lanes
+    const WorkTile work = smem.work[q.stage];
+    if constexpr (WORK_BEFORE_Q) {
+      if (thread == 0) ptx::mbarrier_arrive(&smem.work_ready[q.stage]);
     }
     if (work.num_tiles == NO_MORE) {
       ptx::mbarrier_arrive(&smem.Q_full[q.stage]);
       break;
     }
     if constexpr (Q_BUFFERS == 1) {
-      const Place<Q_STAGES> last = Q_place(max(count, 1) - 1);   // the consumers are done with the last Q
+      const Place<Q_STAGES> last = Q_place(max(count, 1) - 1);   // the consumers are done with the previous Q
       if (count > 0) ptx::mbarrier_wait_parity(&smem.Q_empty[last.stage], last.parity);
     }
     const AttentionParams& own = params_of(p, work);
@@ -157,20 +157,20 @@ __device__ __forceinline__ void fetch_Q(const AttentionParams& p, const Attentio
   if (thread == 0) close_counters(p);
 }
 
-// The other warps: fetch K and V as early as there is room for them, and say when a work tile comes to its end. K/V tiles come from
-// the last to the first, so that those that the mask cuts come first.
+// The other producer warps: load K and V as soon as stages are free, and signal when a work tile is near its end. K/V tiles are loaded
+// from the last to the first, so that the partially masked ones come first.
 template <class Smem>
 __device__ __forceinline__ void fetch_KV(const AttentionParams& p, const AttentionMaps& maps, Smem& smem, int thread) {
   KvPlace kv;
   for (int count = 0;; ++count) {
     const Place<Q_STAGES> q = Q_place(count);
-    if constexpr (KNOWN_EARLY) {
-      ptx::mbarrier_wait_parity(&smem.work_known[q.stage], q.parity);
+    if constexpr (WORK_BEFORE_Q) {
+      ptx::mbarrier_wait_parity(&smem.work_ready[q.stage], q.parity);
     } else {
       ptx::mbarrier_wait_parity(&smem.Q_full[q.stage], q.parity);   // the work tile is known
     }
-    const Work work = smem.work[q.stage];
-    if constexpr (!ALIGNED) __syncwarp();   // all lanes have read it: without K/V tiles, consumers could be done with it at once
+    const WorkTile work = smem.work[q.stage];
+    if constexpr (!ALIGNED) __syncwarp();   // all lanes have read it: consumers could release a work tile without K/V tiles immediately
     if (thread % WARP == 0) ptx::mbarrier_arrive(&smem.Q_empty[q.stage]);
     if (work.num_tiles == NO_MORE) break;
     const int kv_head = kv_head_of(p, work.head);
@@ -183,7 +183,7 @@ __device__ __forceinline__ void fetch_KV(const AttentionParams& p, const Attenti
     if (work.num_tiles == 0 && thread == 0) ptx::mbarrier_arrive(&smem.end_near);
     for (int tile = first_tile + work.num_tiles - 1; tile >= first_tile; --tile, kv = kv.next()) {
       if (tile == last_tiles && thread == 0) ptx::mbarrier_arrive(&smem.end_near);
-      ptx::mbarrier_wait_parity(&smem.K_empty[kv.stage], kv.parity ^ 1);   // the consumers are done with the stage's last tile
+      ptx::mbarrier_wait_parity(&smem.K_empty[kv.stage], kv.parity ^ 1);   // the consumers have released the stage's previous tile
       fill_begin(&smem.K_full[kv.stage], TILE_BYTES<TILE_KV>);
       fill<TILE_KV, KV_THREADS>(smem.K[kv.stage], K_source, tile * TILE_KV, &smem.K_full[kv.stage], thread);
       fill_end(&smem.K_full[kv.stage]);
@@ -195,15 +195,15 @@ __device__ __forceinline__ void fetch_KV(const AttentionParams& p, const Attenti
   }
 }
 
-// One thread of the block, before any other uses the barriers.
+// Called by one thread of the block, before any other thread uses the barriers.
 template <class Smem>
 __device__ __forceinline__ void init_barriers(Smem& smem) {
-  constexpr int KV_WARPS = ALIGNED ? 1 : KV_THREADS / WARP;   // that read what the work tile is
+  constexpr int KV_WARPS = ALIGNED ? 1 : KV_THREADS / WARP;   // K/V warps that read the work tile
   ptx::mbarrier_init(&smem.end_near, 1);
   for (int stage = 0; stage < Q_STAGES; ++stage) {
     ptx::mbarrier_init(&smem.Q_full[stage], FILL_ARRIVALS<Q_THREADS>);
     ptx::mbarrier_init(&smem.Q_empty[stage], NUM_CONSUMERS * WARPGROUP_WARPS + KV_WARPS);
-    if constexpr (KNOWN_EARLY) ptx::mbarrier_init(&smem.work_known[stage], 1);
+    if constexpr (WORK_BEFORE_Q) ptx::mbarrier_init(&smem.work_ready[stage], 1);
   }
   for (int stage = 0; stage < PIPELINE_STAGES; ++stage) {
     ptx::mbarrier_init(&smem.K_full[stage], FILL_ARRIVALS<KV_THREADS>);
@@ -214,7 +214,7 @@ __device__ __forceinline__ void init_barriers(Smem& smem) {
   ptx::fence_mbarrier_init();
 }
 
-// The producer warpgroup; `thread` counts within it.
+// The producer warpgroup; `thread` is the index within it.
 template <class Smem>
 __device__ __forceinline__ void produce(const AttentionParams& p, const AttentionMaps& maps, Smem& smem, int thread) {
   if (thread < FILL_ARRIVALS<Q_THREADS>) {

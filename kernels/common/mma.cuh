@@ -1,29 +1,29 @@
-// Warp-level MMAs through mma.sync, 16 × 8 × 16 with FP32 accumulators, on fragments whose layout is documented
-// (ptx.cuh says it): with g = lane / 4 and t = lane % 4, a lane holds columns 2·t and 2·t + 1 of rows g and g + 8.
+// Warp-level MMAs by mma.sync, 16 × 8 × 16 with FP32 accumulators, on fragments whose layout is documented (see ptx.cuh):
+// with g = lane / 4 and t = lane % 4, a lane holds columns 2·t and 2·t + 1 of rows g and g + 8.
 #pragma once
 #include "attention.cuh"
 #include "ptx.cuh"
 
 constexpr int MMA_M = 16;    // rows of the accumulator
 constexpr int MMA_N = 8;     // its columns
-constexpr int MMA_K = 16;    // the length of the sum
+constexpr int MMA_K = 16;    // length of the reduction
 constexpr int ROW_LANES = 4;   // lanes that share a row of the accumulator
-constexpr int HALVES = 2;      // rows of an accumulator that a lane holds: lane / 4, and that plus 8
-constexpr int MATRIX = 8;      // rows of an 8 × 8 matrix of ldmatrix, and elements in one
+constexpr int HALVES = 2;      // rows of an accumulator that a lane holds: lane / 4 and lane / 4 + 8
+constexpr int MATRIX = 8;      // rows of an 8 × 8 ldmatrix matrix, and elements per row
 
-// The address that this lane gives ldmatrix for a 16 × 16 tile is that of its row and of its chunk of 8 elements. ROWS: of a
-// tile whose rows are the rows of the first operand, or of the second one transposed; matrices 1 and 3 are 8 rows further.
-// COLUMNS: whose rows are the columns of the second operand; matrices 2 and 3 are.
+// The row and the 8-element chunk of a 16 × 16 tile whose address this lane passes to ldmatrix. `of_rows`: the tile's rows are
+// rows of A, or rows of B (loaded with .trans); matrices 1 and 3 are 8 rows further. `of_columns`: the tile's rows are columns
+// of B; matrices 2 and 3 are 8 rows further.
 __device__ __forceinline__ int lane_row_of_rows(int lane) { return lane % 16; }
 __device__ __forceinline__ int lane_chunk_of_rows(int lane) { return lane / 16; }
 __device__ __forceinline__ int lane_row_of_columns(int lane) { return lane / 16 * MATRIX + lane % MATRIX; }
 __device__ __forceinline__ int lane_chunk_of_columns(int lane) { return lane / MATRIX % 2; }
 
-// Two elements in a register, `low` in its lower half.
+// Packs two elements into a register, the first one in its lower half.
 __device__ __forceinline__ unsigned pack(__half2 pair) { return *reinterpret_cast<const unsigned*>(&pair); }
 __device__ __forceinline__ unsigned pack(__nv_bfloat162 pair) { return *reinterpret_cast<const unsigned*>(&pair); }
 
-// Two numbers, rounded, in a register, and d += a · b on either type of element. The last parameter says which.
+// pack rounds two floats into one register, mma computes d += a · b, for either element type. The last parameter selects the type.
 __device__ __forceinline__ unsigned pack(float low, float high, __half) { return pack(__floats2half2_rn(low, high)); }
 __device__ __forceinline__ unsigned pack(float low, float high, __nv_bfloat16) {
   return pack(__floats2bfloat162_rn(low, high));
@@ -35,8 +35,8 @@ __device__ __forceinline__ void mma(float (&d)[4], const unsigned (&a)[4], const
   ptx::mma_m16n8k16_bf16(d, a, b);
 }
 
-// Two blocks of the second operand, (16, 8) each, in one ldmatrix: the 16 columns that the rows of a 16 × 16 tile are, or,
-// TRANSPOSED, its columns. `row_smem` is this lane's row, as above.
+// Two B fragments, (16, 8) each, by one ldmatrix. Their 16 columns are the rows of a 16 × 16 tile in shared memory or, with
+// TRANSPOSED, its columns. `row_smem` is the address for this lane, as above.
 template <bool TRANSPOSED>
 __device__ __forceinline__ void load_pair(unsigned (&b)[2][2], const void* row_smem) {
   unsigned r[4];

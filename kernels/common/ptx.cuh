@@ -1,6 +1,6 @@
-// PTX instructions, one wrapper each, named after them. Section numbers are those of the PTX ISA 9.0.
-// Nothing outside this folder contains assembly: kernels/emulation/ptx.cuh gives the same names C++ bodies, behind the same
-// include guard, so that on a CPU this file is empty.
+// PTX instructions, one wrapper each, named after the instruction. Section numbers refer to the PTX ISA 9.0.
+// No kernel outside this folder contains inline assembly: kernels/emulation/ptx.cuh defines the same names with C++ bodies,
+// behind the same include guard, so that this file is empty on a CPU.
 #ifndef FLASHLAB_PTX
 #define FLASHLAB_PTX
 
@@ -13,7 +13,7 @@ __device__ __forceinline__ float ex2_approx_ftz(float x) {
   return y;
 }
 
-// 9.7.3.13 rcp: 1 / x, at most 1 ulp off; a result or an x below 2^-126 counts as 0.
+// 9.7.3.13 rcp: 1 / x, at most 1 ulp off; results and inputs below 2^-126 are flushed to 0.
 __device__ __forceinline__ float rcp_approx_ftz(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -27,17 +27,17 @@ __device__ __forceinline__ float tanh_approx(float x) {
   return y;
 }
 
-// 9.7.6.6 selp: `a` where the predicate holds, else `b`; both are worked out.
+// 9.7.6.6 selp: `a` if the predicate is true, else `b`; both are evaluated.
 __device__ __forceinline__ float selp_f32(float a, float b, bool predicate) {
   float y;
   asm("{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\nselp.f32 %0, %1, %2, p;\n}" : "=f"(y) : "f"(a), "f"(b), "r"(static_cast<int>(predicate)));
   return y;
 }
 
-// 9.7.9.12 st.global under a predicate: 2 or 4 bytes, and nothing where it does not hold.
+// 9.7.9.12 st.global under a predicate: stores 2 or 4 bytes, or nothing if the predicate is false.
 template <typename T>
 __device__ __forceinline__ void st_global_if(T* target, T value, bool predicate) {
-  static_assert(sizeof(T) == 2 || sizeof(T) == 4, "stores 2 or 4 bytes");
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4, "T must have 2 or 4 bytes");
   if constexpr (sizeof(T) == 2) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.s32 p, %2, 0;\n@p st.global.b16 [%0], %1;\n}" ::"l"(target),
                  "h"(*reinterpret_cast<unsigned short*>(&value)), "r"(static_cast<int>(predicate))
@@ -56,7 +56,7 @@ __device__ __forceinline__ unsigned smid() {
   return id;
 }
 
-// 10.28 %globaltimer: nanoseconds since a fixed moment, the same counter on every SM. Its resolution is not
+// 10.28 %globaltimer: nanoseconds since a fixed point in time, from the same counter on every SM. Its resolution is not
 // specified.
 __device__ __forceinline__ unsigned long long globaltimer() {
   unsigned long long nanoseconds;
@@ -64,20 +64,20 @@ __device__ __forceinline__ unsigned long long globaltimer() {
   return nanoseconds;
 }
 
-// 9.7.13.1 bar.sync: wait until `threads` threads (a multiple of 32) have come to barrier `id` (0 to 15; __syncthreads is 0),
-// counting those that only arrive. What any of them wrote before is then visible to those that waited. With a count these are
-// .aligned: all threads of a warp must execute the same one together.
+// 9.7.13.1 bar.sync: waits until `threads` threads (a multiple of 32) have arrived at barrier `id` (0 to 15; __syncthreads is 0),
+// including those that only execute bar.arrive. Their earlier writes are then visible to the threads that waited. Both are
+// .aligned: all threads of a warp must execute the same instruction together.
 __device__ __forceinline__ void bar_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// 9.7.13.1 bar.arrive: be counted at the barrier, and wait for nobody.
+// 9.7.13.1 bar.arrive: arrives at the barrier without waiting.
 __device__ __forceinline__ void bar_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// 9.7.9.8 ld.relaxed, 9.7.9.12 st.relaxed: words that other blocks write or read at the same time. Each word is read or written
-// whole, one by one; other accesses are not ordered by it.
+// 9.7.9.8 ld.relaxed, 9.7.9.12 st.relaxed: for words that other blocks access at the same time. Each word of a vector is accessed
+// as a whole, but on its own; other accesses are not ordered by it.
 __device__ __forceinline__ int ld_relaxed_gpu(const int* source_gmem) {
   int r;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(r) : "l"(source_gmem) : "memory");
@@ -102,15 +102,15 @@ __device__ __forceinline__ void st_relaxed_gpu(uint2* target_gmem, uint2 r) {
   asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(target_gmem), "r"(r.x), "r"(r.y) : "memory");
 }
 
-// 9.7.9.25.3.1 cp.async: copy 16 bytes from global to shared memory without passing through registers. Only the first
-// `valid_bytes` (0 to 16) are read, the rest of the 16 is written as 0. Both addresses are 16-byte aligned. The copy
-// belongs to the group that this thread commits next.
+// 9.7.9.25.3.1 cp.async: copies 16 bytes from global to shared memory, bypassing registers. Only the first `valid_bytes`
+// (0 to 16) are read; the rest of the 16 bytes is filled with zeros. Both addresses are 16-byte aligned. The copy belongs to
+// the group that this thread commits next.
 __device__ __forceinline__ void cp_async_cg_16(void* target_smem, const void* source_gmem, int valid_bytes) {
   const unsigned target = static_cast<unsigned>(__cvta_generic_to_shared(target_smem));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source_gmem), "r"(valid_bytes) : "memory");
 }
 
-// 9.7.9.25.3.1 cp.async through the first-level cache: the same for BYTES of 4, 8 or 16, each aligned to its size.
+// 9.7.9.25.3.1 cp.async through L1: the same for BYTES of 4, 8 or 16, each aligned to its size.
 template <int BYTES>
 __device__ __forceinline__ void cp_async_ca(void* target_smem, const void* source_gmem, int valid_bytes) {
   static_assert(BYTES == 4 || BYTES == 8 || BYTES == 16, "cp.async copies 4, 8 or 16 bytes");
@@ -122,21 +122,21 @@ __device__ __forceinline__ void cp_async_ca(void* target_smem, const void* sourc
 // 9.7.9.25.3.2 cp.async.commit_group: the copies this thread issued since the last commit become one group (empty if none).
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// 9.7.9.25.3.3 cp.async.wait_group: wait until at most NUM_PENDING of this thread's newest groups are still under way.
-// It says nothing of other threads' copies: a barrier must follow before their bytes are read.
+// 9.7.9.25.3.3 cp.async.wait_group: waits until at most NUM_PENDING of this thread's most recent groups are pending.
+// It does not cover other threads' copies: a barrier must follow before their bytes are read.
 template <int NUM_PENDING>
 __device__ __forceinline__ void cp_async_wait_group() {
-  static_assert(NUM_PENDING >= 0, "a number of groups");
+  static_assert(NUM_PENDING >= 0, "NUM_PENDING must not be negative");
   asm volatile("cp.async.wait_group %0;" ::"n"(NUM_PENDING) : "memory");
 }
 
-// 9.7.9.25.3.3 cp.async.wait_all: wait for all of this thread's copies, committed or not.
+// 9.7.9.25.3.3 cp.async.wait_all: waits for all of this thread's copies, committed or not.
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// 9.7.14.5.15 ldmatrix: the warp loads 1, 2 or 4 matrices of 8×8 16-bit elements from shared memory. Lane 8 · i + j gives the
-// address of row j of matrix i, 16 bytes on a 16-byte boundary; the other lanes' addresses are not used. r[i] of lane l gets
-// elements 2 · (l % 4), in its lower half, and 2 · (l % 4) + 1 of row l / 4 of matrix i; with _trans, of the matrix transposed.
-// It orders no memory accesses between the lanes.
+// 9.7.14.5.15 ldmatrix: the warp loads 1, 2 or 4 matrices of 8×8 16-bit elements from shared memory. Lane 8 · i + j passes the
+// address of row j of matrix i, 16 bytes on a 16-byte boundary; the addresses of other lanes are ignored. r[i] of lane l receives
+// elements 2 · (l % 4), in its lower half, and 2 · (l % 4) + 1 of row l / 4 of matrix i; with _trans, of its transpose.
+// It does not order memory accesses between lanes.
 __device__ __forceinline__ void ldmatrix_x1(unsigned (&r)[1], const void* row_smem) {
   const unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(row_smem));
   asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(r[0]) : "r"(row) : "memory");
@@ -168,7 +168,7 @@ __device__ __forceinline__ void ldmatrix_x4_trans(unsigned (&r)[4], const void* 
                : "memory");
 }
 
-// 9.7.14.5.16 stmatrix (sm_90): the reverse, from the same layout of registers.
+// 9.7.14.5.16 stmatrix (sm_90): the inverse of ldmatrix, with the same register layout.
 __device__ __forceinline__ void stmatrix_x1(void* row_smem, const unsigned (&r)[1]) {
   const unsigned row = static_cast<unsigned>(__cvta_generic_to_shared(row_smem));
   asm volatile("stmatrix.sync.aligned.m8n8.x1.shared.b16 [%0], {%1};" ::"r"(row), "r"(r[0]) : "memory");
@@ -198,12 +198,12 @@ __device__ __forceinline__ void stmatrix_x4_trans(void* row_smem, const unsigned
                : "memory");
 }
 
-// 9.7.14.5.14 mma.m16n8k16: the warp adds the product of a (16, 16) and b (16, 8) to d (16, 8), FP32. With g = lane / 4 and
+// 9.7.14.5.14 mma.m16n8k16: d (16, 8) += a (16, 16) · b (16, 8) by one warp, with FP32 accumulators. With g = lane / 4 and
 // t = lane % 4 (9.7.14.5.8):
-//   a[0], a[1]: columns 2 · t and 2 · t + 1 of rows g and g + 8; a[2], a[3]: the same, 8 columns further on
-//   b[0], b[1]: rows 2 · t and 2 · t + 1 of column g; 8 rows further on
+//   a[0], a[1]: columns 2 · t and 2 · t + 1 of rows g and g + 8; a[2], a[3]: the same, 8 columns further
+//   b[0]: rows 2 · t and 2 · t + 1 of column g; b[1]: the same, 8 rows further
 //   d[0], d[1]: columns 2 · t and 2 · t + 1 of row g; d[2], d[3]: of row g + 8
-// So ldmatrix loads a from row-major memory, and b from memory where columns are contiguous (_trans where rows are).
+// So ldmatrix loads a from row-major memory, and b from memory with contiguous columns (_trans: with contiguous rows).
 __device__ __forceinline__ void mma_m16n8k16_f16(float (&d)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"

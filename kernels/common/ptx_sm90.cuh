@@ -1,18 +1,18 @@
-// PTX instructions of Hopper GPUs, one wrapper each, named after them: mbarrier, bulk and tensor copies, clusters. wgmma.cuh
-// beside this has the matrix instructions. Section numbers are those of the PTX ISA 9.0. Compile for sm_90a.
+// PTX instructions of Hopper GPUs, one wrapper each, named after the instruction: mbarrier, bulk and tensor copies, clusters.
+// wgmma.cuh in this folder has the matrix instructions. Section numbers refer to the PTX ISA 9.0. Compile for sm_90a.
 //
-// Shared memory is given by ordinary pointers. kernels/emulation/ptx_sm90.cuh gives the same names C++ bodies.
+// Shared memory is passed by generic pointers. kernels/emulation/ptx_sm90.cuh defines the same names with C++ bodies.
 #ifndef FLASHLAB_PTX_SM90
 #define FLASHLAB_PTX_SM90
 
 namespace ptx {
 
-// A barrier in shared memory that also counts bytes; opaque.
+// An opaque barrier in shared memory that also counts bytes.
 struct alignas(8) Mbarrier {
   unsigned long long state;
 };
 
-// A CUtensorMap: cuTensorMapEncodeTiled fills it, a kernel takes it as `const __grid_constant__ ptx::TensorMap`.
+// A CUtensorMap: filled by cuTensorMapEncodeTiled and passed to a kernel as `const __grid_constant__ ptx::TensorMap`.
 struct alignas(64) TensorMap {
   unsigned char bytes[128];
 };
@@ -25,22 +25,22 @@ __device__ __forceinline__ unsigned smem_address(const void* pointer) {
 
 // --- 9.7.13.15 mbarrier ------------------------------------------------------------------------------------------------------
 
-// 9.7.13.15.9 mbarrier.init: a phase will be complete after `count` arrivals and as many bytes as were expected in it.
+// 9.7.13.15.9 mbarrier.init: a phase completes after `count` arrivals, once all bytes that were expected in it have arrived.
 __device__ __forceinline__ void mbarrier_init(Mbarrier* barrier, unsigned count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(count) : "memory");
 }
 
-// 9.7.13.15.10 mbarrier.inval: the memory may serve something else.
+// 9.7.13.15.10 mbarrier.inval: the memory may then be used for something else.
 __device__ __forceinline__ void mbarrier_inval(Mbarrier* barrier) {
   asm volatile("mbarrier.inval.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
 
-// 9.7.13.15.11 mbarrier.expect_tx: the current phase waits for this many bytes more.
+// 9.7.13.15.11 mbarrier.expect_tx: the current phase waits for this many more bytes.
 __device__ __forceinline__ void mbarrier_expect_tx(Mbarrier* barrier, unsigned bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(smem_address(barrier)), "r"(bytes) : "memory");
 }
 
-// 9.7.13.15.13 mbarrier.arrive (release): `count` arrivals at once. Gives the state before, whose phase test_wait can ask for.
+// 9.7.13.15.13 mbarrier.arrive (release): `count` arrivals in one instruction. Returns the previous state, for test_wait.
 __device__ __forceinline__ unsigned long long mbarrier_arrive(Mbarrier* barrier, unsigned count = 1) {
   unsigned long long state;
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 %0, [%1], %2;"
@@ -56,7 +56,7 @@ __device__ __forceinline__ unsigned long long mbarrier_arrive_expect_tx(Mbarrier
   return state;
 }
 
-// 9.7.13.15.16 mbarrier.test_wait (acquire): whether the phase of `state`, from an arrival, has completed. Does not wait.
+// 9.7.13.15.16 mbarrier.test_wait (acquire): whether the phase of `state`, which an arrival returned, has completed. Non-blocking.
 __device__ __forceinline__ bool mbarrier_test_wait(Mbarrier* barrier, unsigned long long state) {
   unsigned complete;
   asm volatile("{\n.reg .pred complete;\nmbarrier.test_wait.acquire.cta.shared::cta.b64 complete, [%1], %2;\n"
@@ -64,8 +64,8 @@ __device__ __forceinline__ bool mbarrier_test_wait(Mbarrier* barrier, unsigned l
   return complete;
 }
 
-// 9.7.13.15.16 mbarrier.test_wait.parity: whether the phase of this parity has completed, either the current one or the last.
-// Phases count from 0: the first has parity 0, and the one before it, parity 1, counts as complete.
+// 9.7.13.15.16 mbarrier.test_wait.parity: whether the phase of this parity, the current or the previous one, has completed.
+// Phases count from 0: the first has parity 0, and the one before it, of parity 1, counts as complete.
 __device__ __forceinline__ bool mbarrier_test_wait_parity(Mbarrier* barrier, unsigned parity) {
   unsigned complete;
   asm volatile("{\n.reg .pred complete;\nmbarrier.test_wait.parity.acquire.cta.shared::cta.b64 complete, [%1], %2;\n"
@@ -73,7 +73,7 @@ __device__ __forceinline__ bool mbarrier_test_wait_parity(Mbarrier* barrier, uns
   return complete;
 }
 
-// 9.7.13.15.16 mbarrier.try_wait.parity: the same, but may suspend the thread for a while first.
+// 9.7.13.15.16 mbarrier.try_wait.parity: the same, but may suspend the thread for a limited time first.
 __device__ __forceinline__ bool mbarrier_try_wait_parity(Mbarrier* barrier, unsigned parity) {
   unsigned complete;
   asm volatile("{\n.reg .pred complete;\nmbarrier.try_wait.parity.acquire.cta.shared::cta.b64 complete, [%1], %2;\n"
@@ -81,13 +81,13 @@ __device__ __forceinline__ bool mbarrier_try_wait_parity(Mbarrier* barrier, unsi
   return complete;
 }
 
-// mbarrier_try_wait_parity until it says yes.
+// Repeats mbarrier_try_wait_parity until the phase has completed.
 __device__ __forceinline__ void mbarrier_wait_parity(Mbarrier* barrier, unsigned parity) {
   while (!mbarrier_try_wait_parity(barrier, parity)) {
   }
 }
 
-// The same where threads of other blocks of the cluster arrive: what they wrote before is seen after.
+// The same for a barrier on which threads of other blocks of the cluster arrive: their earlier writes are then visible.
 __device__ __forceinline__ bool mbarrier_try_wait_parity_cluster(Mbarrier* barrier, unsigned parity) {
   unsigned complete;
   asm volatile("{\n.reg .pred complete;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 complete, [%1], %2;\n"
@@ -99,14 +99,14 @@ __device__ __forceinline__ void mbarrier_wait_parity_cluster(Mbarrier* barrier, 
   }
 }
 
-// 9.7.9.23 mapa: the address, in the shared::cluster window, of the same place in another block of the cluster.
+// 9.7.9.23 mapa: the address, in the shared::cluster window, of the same location in another block of the cluster.
 __device__ __forceinline__ unsigned mapa_shared(unsigned address, unsigned rank) {
   unsigned mapped;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
   return mapped;
 }
 
-// 9.7.9.23 mapa: the same as a generic pointer, for plain loads, stores and atomics.
+// 9.7.9.23 mapa: the same as a generic pointer, for ordinary loads, stores and atomics.
 template <typename T>
 __device__ __forceinline__ T* mapa(T* mine, unsigned rank) {
   T* mapped;
@@ -114,13 +114,13 @@ __device__ __forceinline__ T* mapa(T* mine, unsigned rank) {
   return mapped;
 }
 
-// 9.7.13.15.13 mbarrier.arrive on the barrier at the same place in block `rank` of the cluster.
+// 9.7.13.15.13 mbarrier.arrive on the barrier at the same location in block `rank` of the cluster.
 __device__ __forceinline__ void mbarrier_arrive_cluster(Mbarrier* barrier, unsigned rank, unsigned count = 1) {
   asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0], %1;"
                ::"r"(mapa_shared(smem_address(barrier), rank)), "r"(count) : "memory");
 }
-// The same for what needs no writes seen over there, such as a buffer that was read and is free again: released to this block alone,
-// the instruction's default, because a release to the cluster waits until all of the thread's writes have reached the L2 cache.
+// The same if no earlier writes need to be visible there, for example to release a buffer that was read. The release has CTA scope,
+// the instruction's default, because a release at cluster scope waits until all of the thread's writes have reached the L2 cache.
 __device__ __forceinline__ void mbarrier_arrive_cluster_cta(Mbarrier* barrier, unsigned rank, unsigned count = 1) {
   asm volatile("mbarrier.arrive.release.cta.shared::cluster.b64 _, [%0], %1;"
                ::"r"(mapa_shared(smem_address(barrier), rank)), "r"(count) : "memory");
@@ -130,48 +130,48 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx_cluster(Mbarrier* barr
                ::"r"(mapa_shared(smem_address(barrier), rank)), "r"(bytes) : "memory");
 }
 
-// 9.7.13.15.15 cp.async.mbarrier.arrive.noinc: one of the phase's arrivals, when all cp.async that this thread issued are done.
+// 9.7.13.15.15 cp.async.mbarrier.arrive.noinc: triggers one of the phase's arrivals once this thread's earlier cp.async are complete.
 __device__ __forceinline__ void cp_async_mbarrier_arrive_noinc(Mbarrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
 
-// Without .noinc the pending count is raised by one first, so the net change is zero and the initial count need not include it.
+// Without .noinc the pending count is first incremented, so the net change is zero and the initial count need not include it.
 __device__ __forceinline__ void cp_async_mbarrier_arrive(Mbarrier* barrier) {
   asm volatile("cp.async.mbarrier.arrive.shared::cta.b64 [%0];" ::"r"(smem_address(barrier)) : "memory");
 }
 
 // --- 9.7.13.4 fences ---------------------------------------------------------------------------------------------------------
 
-// fence.mbarrier_init: barriers that this thread initialised are so for the cluster, after a barrier of the cluster.
+// fence.mbarrier_init: makes this thread's barrier initialisations visible to the cluster, after a barrier of the cluster.
 __device__ __forceinline__ void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
-// fence.proxy.async: orders this thread's plain accesses and those of the copy engine and the tensor cores.
+// fence.proxy.async: orders this thread's ordinary accesses with those of the async proxy (TMA, tensor cores).
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
-// Of shared memory alone.
+// For shared memory only.
 __device__ __forceinline__ void fence_proxy_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // --- 9.7.9.25.4 bulk copies --------------------------------------------------------------------------------------------------
-// Addresses and sizes are multiples of 16.
+// Addresses and sizes are multiples of 16 bytes.
 
-// 9.7.9.25.4.1 cp.async.bulk, global to shared: the barrier counts the bytes.
+// 9.7.9.25.4.1 cp.async.bulk, global to shared: the mbarrier counts the bytes.
 __device__ __forceinline__ void cp_async_bulk_load(void* target_smem, const void* source_gmem, unsigned bytes,
                                                    Mbarrier* barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(smem_address(target_smem)), "l"(source_gmem), "r"(bytes), "r"(smem_address(barrier)) : "memory");
 }
-// To the same place in every block of `cta_mask`, each counted by the barrier at the same place there.
+// Multicast to the same location in every block of `cta_mask`; the barrier at the same location there counts the bytes.
 __device__ __forceinline__ void cp_async_bulk_load_multicast(void* target_smem, const void* source_gmem, unsigned bytes,
                                                              Mbarrier* barrier, unsigned short cta_mask) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;"
                ::"r"(smem_address(target_smem)), "l"(source_gmem), "r"(bytes), "r"(smem_address(barrier)), "h"(cta_mask)
                : "memory");
 }
-// Shared to global, in a bulk group of this thread.
+// Shared to global, as part of a bulk group of this thread.
 __device__ __forceinline__ void cp_async_bulk_store(void* target_gmem, const void* source_smem, unsigned bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
                ::"l"(target_gmem), "r"(smem_address(source_smem)), "r"(bytes) : "memory");
 }
-// To block `rank` of the cluster: the places of `target` and `barrier` there.
+// Shared memory of this block to block `rank` of the cluster, at the same location as `target`; the barrier there counts the bytes.
 __device__ __forceinline__ void cp_async_bulk_to_block(void* target, const void* source_smem, unsigned bytes, Mbarrier* barrier,
                                                        unsigned rank) {
   asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
@@ -179,7 +179,7 @@ __device__ __forceinline__ void cp_async_bulk_to_block(void* target, const void*
                "r"(mapa_shared(smem_address(barrier), rank)) : "memory");
 }
 
-// 9.7.9.25.4.3 cp.async.bulk.prefetch: into the L2 cache.
+// 9.7.9.25.4.3 cp.async.bulk.prefetch: prefetches into the L2 cache.
 __device__ __forceinline__ void cp_async_bulk_prefetch(const void* source_gmem, unsigned bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source_gmem), "r"(bytes) : "memory");
 }
@@ -187,21 +187,21 @@ __device__ __forceinline__ void cp_async_bulk_prefetch(const void* source_gmem, 
 // 9.7.9.25.6.1 cp.async.bulk.commit_group: this thread's bulk stores since the last commit become one group.
 __device__ __forceinline__ void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// 9.7.9.25.6.2 cp.async.bulk.wait_group: until at most NUM_PENDING of this thread's newest groups are under way.
+// 9.7.9.25.6.2 cp.async.bulk.wait_group: waits until at most NUM_PENDING of this thread's most recent groups are pending.
 template <int NUM_PENDING>
 __device__ __forceinline__ void cp_async_bulk_wait_group() {
-  static_assert(NUM_PENDING >= 0, "a number of groups");
+  static_assert(NUM_PENDING >= 0, "NUM_PENDING must not be negative");
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(NUM_PENDING) : "memory");
 }
-// Until the others have read their shared memory, at least: it may be written again.
+// The same, but only until all older groups have read their shared memory, which may then be overwritten.
 template <int NUM_PENDING>
 __device__ __forceinline__ void cp_async_bulk_wait_group_read() {
-  static_assert(NUM_PENDING >= 0, "a number of groups");
+  static_assert(NUM_PENDING >= 0, "NUM_PENDING must not be negative");
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(NUM_PENDING) : "memory");
 }
 
-// 9.7.9.12 st.async: a value into block `rank` of the cluster, counted by the barrier there. Of the generic proxy: no
-// fence.proxy.async is needed between plain accesses and it.
+// 9.7.9.12 st.async: stores a value in block `rank` of the cluster, where the barrier counts the bytes. It belongs to the generic
+// proxy: no fence.proxy.async is needed between it and ordinary accesses.
 __device__ __forceinline__ void st_async(unsigned* target, unsigned value, Mbarrier* barrier, unsigned rank) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];"
                ::"r"(mapa_shared(smem_address(target), rank)), "r"(value), "r"(mapa_shared(smem_address(barrier), rank))
@@ -212,14 +212,14 @@ __device__ __forceinline__ void st_async(float* target, float value, Mbarrier* b
 }
 
 // --- 9.7.9.25.5 tensor copies: boxes of tensors of 2 to 5 dimensions ---------------------------------------------------------
-// Coordinates are elements, the contiguous dimension first; what lies outside of the tensor is read as 0 and not written.
+// Coordinates are in elements, the contiguous dimension first. Elements out of bounds are read as 0 and not written.
 
 // 9.7.9.15 prefetch.tensormap
 __device__ __forceinline__ void prefetch_tensormap(const TensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// 9.7.9.18 createpolicy: how long lines should stay in the L2 cache, for the wrappers that end in _hint.
+// 9.7.9.18 createpolicy: how long lines should stay in the L2 cache, for the wrappers whose names end in _hint.
 __device__ __forceinline__ CachePolicy createpolicy_evict_first() {
   CachePolicy policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -231,8 +231,8 @@ __device__ __forceinline__ CachePolicy createpolicy_evict_last() {
   return policy;
 }
 
-// 9.7.9.25.3.1 cp.async by such a policy: else cp_async_cg_16. Off Hopper without it: for sm_100a and sm_120 ptxas 13.0 makes some of
-// these copies address memory by UR0 and UR1, which nothing sets (tests/test_decode.py looks for such).
+// 9.7.9.25.3.1 cp.async with such a policy, otherwise as cp_async_cg_16. Without the policy on GPUs other than Hopper: for sm_100a and
+// sm_120, ptxas 13.0 makes some of these copies address memory by UR0 and UR1, which nothing sets (tests/test_decode.py checks for it).
 __device__ __forceinline__ void cp_async_cg_16_hint(void* target_smem, const void* source_gmem, int valid_bytes, CachePolicy policy) {
 #if __CUDA_ARCH__ == 900
   asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;"
@@ -242,8 +242,8 @@ __device__ __forceinline__ void cp_async_cg_16_hint(void* target_smem, const voi
 #endif
 }
 
-// For each number of dimensions: the parameters, the coordinates' places in the assembly, which come after 5 operands or as
-// many as there are, and the operands themselves.
+// For each number of dimensions: the coordinates as parameters of the wrapper, their placeholders in the assembly (they are the
+// first operands, from %0 on), and the operands themselves.
 #define FLASHLAB_COORDINATES_2 int x0, int x1
 #define FLASHLAB_COORDINATES_3 int x0, int x1, int x2
 #define FLASHLAB_COORDINATES_4 int x0, int x1, int x2, int x3
@@ -257,7 +257,7 @@ __device__ __forceinline__ void cp_async_cg_16_hint(void* target_smem, const voi
 #define FLASHLAB_OPERANDS_4 "r"(x0), "r"(x1), "r"(x2), "r"(x3)
 #define FLASHLAB_OPERANDS_5 "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
 
-// D dimensions; the operands after the coordinates are %D, %E, %F, %G, %H.
+// D dimensions; E to H are D + 1 to D + 4. The operands after the coordinates are %D, %E, %F, %G, %H.
 #define FLASHLAB_TENSOR_COPIES(D, E, F, G, H)                                                                                  \
   /* 9.7.9.25.5.2 cp.async.bulk.tensor, global to shared: the barrier counts the bytes of the whole box. */                   \
   __device__ __forceinline__ void cp_async_bulk_tensor_##D##d_load(void* target_smem, const TensorMap* map, Mbarrier* barrier, \
@@ -324,13 +324,13 @@ FLASHLAB_TENSOR_COPIES(5, 6, 7, 8, 9)
 
 // --- clusters, grids, registers ----------------------------------------------------------------------------------------------
 
-// 9.7.13.3 barrier.cluster.arrive (release) and .wait (acquire): all threads of all blocks of the cluster.
+// 9.7.13.3 barrier.cluster.arrive (release) and .wait (acquire), by all threads of all blocks of the cluster.
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-// The same without the release, whose fence waits for the thread's writes: it says that the block runs, and nothing of its writes.
+// The same without the release, whose fence waits for the thread's writes: it signals that the block runs, not that its writes are visible.
 __device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// 10.16 %cluster_ctarank: the block's rank in its cluster, and 10.17 %cluster_nctarank: how many blocks are in it.
+// 10.16 %cluster_ctarank: the block's rank in its cluster; 10.17 %cluster_nctarank: the number of blocks in the cluster.
 __device__ __forceinline__ unsigned cluster_ctarank() {
   unsigned rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -349,25 +349,25 @@ __device__ __forceinline__ bool elect_sync(unsigned mask = 0xffffffffu) {
   return elected;
 }
 
-// 9.7.13.13 griddepcontrol.launch_dependents: the next grid may start once all blocks have called it or ended; .wait: the grids
-// before have ended and their writes are visible.
+// 9.7.13.13 griddepcontrol.launch_dependents: the next grid may start once all blocks have executed this or exited; .wait: waits
+// until the preceding grids have completed and their writes are visible.
 __device__ __forceinline__ void griddepcontrol_launch_dependents() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// 9.7.19.5 setmaxnreg: the warpgroup's registers a thread; more of them wait until others have given theirs back. The block has
-// what its launch was given, and no more: threads · (65536 / threads, rounded down to a multiple of 8, 256 at most). ptxas must
-// know how many that is at the kernel's entry, by `__launch_bounds__(threads, 1)`: otherwise it ignores the instruction with
-// advisory C7508, which flashlab's compiler treats as an error.
+// 9.7.19.5 setmaxnreg: sets the warpgroup's registers per thread; an increase blocks until enough registers have been released.
+// The block has the registers of its launch and no more: threads · (65536 / threads, rounded down to a multiple of 8, at most 256).
+// ptxas must know this number at the kernel's entry, from `__launch_bounds__(threads, 1)`: otherwise it ignores the instruction,
+// with advisory C7508, which flashlab's compiler treats as an error.
 template <int REGISTERS>
 __device__ __forceinline__ void setmaxnreg_inc() {
-  static_assert(REGISTERS >= 24 && REGISTERS <= 256 && REGISTERS % 8 == 0, "a multiple of 8 from 24 to 256");
+  static_assert(REGISTERS >= 24 && REGISTERS <= 256 && REGISTERS % 8 == 0, "REGISTERS must be a multiple of 8 from 24 to 256");
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 template <int REGISTERS>
 __device__ __forceinline__ void setmaxnreg_dec() {
-  static_assert(REGISTERS >= 24 && REGISTERS <= 256 && REGISTERS % 8 == 0, "a multiple of 8 from 24 to 256");
+  static_assert(REGISTERS >= 24 && REGISTERS <= 256 && REGISTERS % 8 == 0, "REGISTERS must be a multiple of 8 from 24 to 256");
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 

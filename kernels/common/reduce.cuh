@@ -1,4 +1,4 @@
-// Reductions over neighbouring lanes of a warp. LANES is a power of two; every lane of the group gets the result.
+// Reductions over groups of LANES neighbouring lanes of a warp. LANES is a power of two; every lane of a group gets the result.
 #pragma once
 #include "attention.cuh"
 

@@ -1,19 +1,19 @@
-// What blocks need that share the keys of all tiles equally: how they are launched, and the workspace in which their parts meet.
+// For kernels that split the keys of all tiles evenly over their blocks: the launch, and the workspace for split-KV partials.
 #pragma once
 #include "attention.cuh"
 
-// AttentionParams' work is then MAX_SHARES counters, 0 before and after every launch, and behind them two parts for each block, of any
-// content, or 0 as the counters are with zero_parts. No place in it depends on the grid: launches of a stream may use the same memory.
-constexpr int MAX_SHARES = 4096;   // blocks of such a launch at most; src/flashlab/run/arguments.py has it too
+// AttentionParams::work then holds MAX_SHARES counters, 0 before and after every launch, and after them two partials per block, of any
+// content or, with zero_parts, 0 like the counters. Its layout does not depend on the grid: launches of a stream may share the memory.
+constexpr int MAX_SHARES = 4096;   // maximum number of blocks in such a launch; also defined in src/flashlab/run/arguments.py
 
-// The launch of a persistent kernel that splits keys without clusters (`tiles.blocks.cluster` is 1). The grid is (G, 1, 1), where G is
-// the least of: blocks that are resident at once with at most sm_blocks an SM; tiles · tile_blocks; blocks that all find split_keys keys.
-// With whole_tiles it is the most below G, but at least 15 G / 16, of which each takes whole tiles or an equal part of one tile, if any.
+// The launch of a persistent split-KV kernel without clusters (`tiles.blocks.cluster` is 1). The grid is (G, 1, 1), where G is the minimum
+// of the co-resident blocks with at most sm_blocks per SM; tiles · tile_blocks; the blocks that get split_keys keys each; and MAX_SHARES.
+// With whole_tiles, a number from 15 G / 16 to G is preferred with which every block gets equally many whole tiles or an equal part of one.
 struct ShareLaunchShape {
   SplitLaunchShape tiles;
   int sm_blocks;
-  int tile_blocks;   // that a tile's keys are split over, but for one more where the tile begins within a block's share
-  int part_words;    // of 4 bytes: a block's part of a tile in the workspace
-  int whole_tiles;   // 1: rather fewer blocks than a share that crosses from one tile into another
-  int zero_parts;    // 1: the parts too are 0 at every launch and put back to 0
+  int tile_blocks;   // maximum number of blocks that split a tile, not counting one more where the tile begins within a block's share
+  int part_words;    // size of a block's partial result of a tile in the workspace, in 4-byte words
+  int whole_tiles;   // 1: prefer fewer blocks to shares that cross from one tile into the next
+  int zero_parts;    // 1: the partials too are 0 before every launch and reset to 0
 };

@@ -1,9 +1,9 @@
-// Scores that a call bounds: cap · tanh(score / cap).
+// Soft-capped scores: cap · tanh(score / cap), if the call requests a cap.
 #pragma once
 #include "attention.cuh"
 #include "ptx.cuh"
 
-// A product q·k as the softmax takes it: times scale_log2 it is a score in units of log2.
+// q·k after the soft cap, if any: multiplied by scale_log2, it is a score in units of log2.
 __device__ __forceinline__ float capped(const AttentionParams& p, float product) {
 #if SOFTCAP
   return ptx::tanh_approx(product * p.cap_scale);

@@ -1,8 +1,8 @@
-// Moving tiles between global memory, shared memory and registers.
+// Copies of tiles between global memory, shared memory and registers.
 #pragma once
 #include "attention.cuh"
 
-constexpr int CHUNK = 8;   // elements in a 16-byte access
+constexpr int CHUNK = 8;   // elements per 16-byte access
 
 struct alignas(16) Chunk {
   element x[CHUNK];
@@ -29,23 +29,23 @@ __device__ __forceinline__ void write_chunk(element* target, const Chunk& chunk)
   }
 }
 
-// A thread's share of copying a tile: a chunk of every ROWS_PER_STEP-th row. Neighbouring threads take neighbouring chunks, so
-// a warp touches whole 128-byte lines. The number of steps is a compile-time constant, which the usual loop from threadIdx.x
-// in steps of the block's size hides from the compiler: it cannot know that threadIdx.x is less than that size.
+// A thread's share of the copy of a tile: one chunk of every ROWS_PER_STEP-th row. Neighbouring threads copy neighbouring chunks,
+// so a warp accesses whole 128-byte lines. The number of steps is a compile-time constant. The usual loop from threadIdx.x in
+// steps of the block size hides it from the compiler, which does not know that threadIdx.x is less than that size.
 template <int ROWS, int NUM_THREADS>
 struct TileShare {
   static constexpr int CHUNKS_PER_ROW = HEAD_DIM / CHUNK;
   static constexpr int ROWS_PER_STEP = NUM_THREADS / CHUNKS_PER_ROW;
   static_assert(NUM_THREADS % CHUNKS_PER_ROW == 0 && ROWS % ROWS_PER_STEP == 0,
-                "a step must cover whole rows of the tile, and the steps all of it");
+                "a step must cover whole rows of the tile, and the steps must cover all of the tile");
 
-  int row = threadIdx.x / CHUNKS_PER_ROW;   // of the first chunk
+  int row = threadIdx.x / CHUNKS_PER_ROW;   // of the thread's first chunk
   int d = threadIdx.x % CHUNKS_PER_ROW * CHUNK;
 };
 
-// The whole block copies rows [first_row, first_row + ROWS) of a head into shared memory rows of STRIDE elements, each thread
-// with IN_FLIGHT loads under way before it stores the first. Rows past `num_rows` are not read; they become 0, because a key
-// that is masked still meets the product with V, and 0 · garbage may be NaN.
+// The block copies rows [first_row, first_row + ROWS) of a head into shared memory, in rows of STRIDE elements. Each thread issues
+// IN_FLIGHT loads before its first store. Rows from `num_rows` on are not read but set to 0, because a masked key still takes part in
+// the product with V, and 0 · garbage may be NaN.
 template <int ROWS, int STRIDE, int NUM_THREADS, int IN_FLIGHT>
 __device__ __forceinline__ void load_tile(element* tile_smem, const element* head_gmem, long long row_stride,
                                           int first_row, int num_rows) {

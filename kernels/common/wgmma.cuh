@@ -1,8 +1,8 @@
-// 9.7.15 (PTX ISA 9.0) wgmma: MMAs of a whole warpgroup (4 consecutive warps, the first a multiple of 4), worked out by the
-// tensor cores while the threads go on. D (64 × N, FP32, in registers) = A (64 × K) · B (K × N), or plus D; K is 32 bytes of A:
-// 16 elements of 16 bits, 32 of 8 bits. Sections are those of the PTX ISA 9.0.
+// 9.7.15 (PTX ISA 9.0) wgmma: MMAs of a whole warpgroup (4 consecutive warps, the first a multiple of 4), executed asynchronously
+// by the tensor cores. D (64 × N, FP32, in registers) = A (64 × K) · B (K × N), or D += A · B; K is 32 bytes of A: 16 elements
+// of 16 bits, or 32 of 8 bits. Section numbers refer to the PTX ISA 9.0.
 //
-// A thread holds of D, for warp w of the warpgroup and lane l: d[4·j + 2·h + e] is row 16·w + l / 4 + 8·h, column
+// Lane l of warp w of the warpgroup holds of D: d[4·j + 2·h + e] is row 16·w + l / 4 + 8·h, column
 // 8·j + 2·(l % 4) + e.
 // Of A in registers: a[i] is row 16·w + l / 4 + 8·(i % 2), and the 4 bytes from byte 4·(l % 4) + 16·(i / 2) of that row.
 #pragma once
@@ -14,21 +14,21 @@ struct __nv_fp8_e5m2;
 
 namespace ptx {
 
-// Which dimension of an operand in shared memory is contiguous. 8-bit types are K-major.
+// The contiguous dimension of an operand in shared memory. 8-bit types must be K-major.
 enum class Major { K = 0, MN = 1 };
 
-// 9.7.15.5.1.2.2 How rows of 32, 64 or 128 bytes have their 16-byte pieces exchanged (bits 62 and 63 of a descriptor).
+// 9.7.15.5.1.2.2 How the 16-byte pieces of rows of 32, 64 or 128 bytes are permuted (bits 62 and 63 of a descriptor).
 enum class Swizzle { none = 0, b128 = 1, b64 = 2, b32 = 3 };
 
-// 9.7.15.5.1.2.2 Matrix descriptor of an operand in shared memory; everything a multiple of 16 bytes. Its 16-byte pieces lie
-//   K-major:  piece (8·i + r, c), of row (of A; column of B) 8·i + r and bytes 16·c of it, at
+// 9.7.15.5.1.2.2 Matrix descriptor of an operand in shared memory; addresses and offsets are multiples of 16 bytes. Its 16-byte pieces:
+//   K-major:  piece (8·i + r, c), of row (of A; column of B) 8·i + r and its bytes from 16·c on, at
 //             none:    r · 16 + i · stride_bytes + c · leading_bytes
 //             swizzle: r · swizzle span + i · stride_bytes + c · 16          (leading_bytes is not used)
 //   MN-major: piece (c, 8·i + r), of rows 8·c to 8·c + 7 (16 bytes) and k = 8·i + r, at
 //             none:    r · 16 + i · leading_bytes + c · stride_bytes
 //             swizzle: r · swizzle span + i · stride_bytes + (c % pieces a span) · 16 + c / pieces a span · leading_bytes
-// and a swizzle exchanges pieces by their address: the lowest log2(span / 16) bits from bit 4 are XORed with as many from bit 7
-// (3, 2, 1 for 128, 64, 32 bytes). Patterns of 1024, 512 or 256 bytes start at multiples of their size.
+// A swizzle permutes the pieces by their address: log2(span / 16) bits from bit 4 on are XORed with as many from bit 7 on
+// (3, 2, 1 for 128, 64, 32 bytes). Swizzle patterns of 1024, 512 or 256 bytes start at multiples of their size.
 __device__ __forceinline__ unsigned long long make_descriptor(const void* smem, unsigned leading_bytes, unsigned stride_bytes,
                                                               Swizzle swizzle) {
   constexpr unsigned ADDRESS_BITS = 0x3ffff;
@@ -39,25 +39,25 @@ __device__ __forceinline__ unsigned long long make_descriptor(const void* smem, 
          static_cast<unsigned long long>(swizzle) << 62;
 }
 
-// 9.7.15.7.1 wgmma.fence: before a warpgroup's first wgmma, and between an access to registers and a wgmma that has them as D
-// or A.
+// 9.7.15.7.1 wgmma.fence: required before a warpgroup's first wgmma, and between an access to registers and a wgmma that uses them as
+// D or A.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// 9.7.15.7.2 wgmma.commit_group: what this warp issued since the last commit becomes one group.
+// 9.7.15.7.2 wgmma.commit_group: the wgmma that this warp issued since the last commit become one group.
 __device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-// 9.7.15.7.3 wgmma.wait_group: until at most NUM_PENDING of this warp's newest groups are under way. The others' registers may
-// be touched again, and their shared memory.
+// 9.7.15.7.3 wgmma.wait_group: waits until at most NUM_PENDING of this warp's most recent groups are pending. The registers and the
+// shared memory of the older groups may then be accessed again.
 template <int NUM_PENDING>
 __device__ __forceinline__ void wgmma_wait_group() {
-  static_assert(NUM_PENDING >= 0 && NUM_PENDING <= 7, "wgmma.wait_group takes 0 to 7");
+  static_assert(NUM_PENDING >= 0 && NUM_PENDING <= 7, "NUM_PENDING must be from 0 to 7");
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(NUM_PENDING) : "memory");
 }
 
-// Pins accumulators to a place in the program. wgmma_wait_group does not name the registers that it waits for, so to a compiler
-// a use of them after it does not depend on it, and may move ahead of it: a memory clobber holds back accesses to memory, not
-// to registers. This names them: an instruction that is none, that reads and writes each. So: after a wait, before the first use
-// of what it waited for.
+// Pins accumulators to a point in the program. wgmma_wait_group does not name the registers that it waits for, so to the compiler
+// a later use of them does not depend on it and may move ahead of it: a memory clobber orders accesses to memory, not to registers.
+// This names them, in an empty asm statement that reads and writes each one. Use it after a wait, before the first use of the
+// results that it waited for.
 template <int N>
 __device__ __forceinline__ void wgmma_pin(float (&d)[N]) {
 #pragma unroll
@@ -76,7 +76,7 @@ struct Shape {
   static_assert(N < 0, "N must be a multiple of 8 from 8 to 256");
 };
 
-// The names of a thread's N / 2 registers of D in the assembly, %0 onwards …
+// Placeholders of a thread's N / 2 registers of D in the assembly, from %0 on …
 #define FLASHLAB_NAMES_8 "%0, %1, %2, %3"
 #define FLASHLAB_NAMES_16 FLASHLAB_NAMES_8 ", %4, %5, %6, %7"
 #define FLASHLAB_NAMES_24 FLASHLAB_NAMES_16 ", %8, %9, %10, %11"
@@ -109,7 +109,7 @@ struct Shape {
 #define FLASHLAB_NAMES_240 FLASHLAB_NAMES_232 ", %116, %117, %118, %119"
 #define FLASHLAB_NAMES_248 FLASHLAB_NAMES_240 ", %120, %121, %122, %123"
 #define FLASHLAB_NAMES_256 FLASHLAB_NAMES_248 ", %124, %125, %126, %127"
-// … and the registers.
+// … and the operands.
 #define FLASHLAB_D_8 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
 #define FLASHLAB_D_16 FLASHLAB_D_8, "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
 #define FLASHLAB_D_24 FLASHLAB_D_16, "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
@@ -143,13 +143,13 @@ struct Shape {
 #define FLASHLAB_D_248 FLASHLAB_D_240, "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123])
 #define FLASHLAB_D_256 FLASHLAB_D_248, "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 
-// 9.7.15.5.2 wgmma.mma_async. `accumulate` is tested, because the instruction wants a predicate; scales are 1 or -1.
+// 9.7.15.5.2 wgmma.mma_async. setp turns `accumulate` into the predicate that the instruction takes; scales are 1 or -1.
 #define FLASHLAB_WGMMA(N, INSTRUCTION, AFTER_D, ACCUMULATE, ...)                                              \
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #ACCUMULATE ", 0;\n"                                      \
                "wgmma.mma_async.sync.aligned.m64n" #N INSTRUCTION " {" FLASHLAB_NAMES_##N "}, " AFTER_D ";\n}" \
                : FLASHLAB_D_##N : __VA_ARGS__)
 
-// One N: the numbers are those of the operands after the registers of D.
+// One N. P0 to P8 are the numbers of the operands after the registers of D.
 #define FLASHLAB_WGMMA_SHAPE(N, P0, P1, P2, P3, P4, P5, P6, P7, P8)                                                            \
   template <>                                                                                                                  \
   struct Shape<N> {                                                                                                            \
@@ -295,14 +295,14 @@ __device__ constexpr void check() {
   constexpr bool BITS_16 = SAME<In, __half> || SAME<In, __nv_bfloat16>;
   static_assert(BITS_16 || SAME<In, __nv_fp8_e4m3> || SAME<In, __nv_fp8_e5m2>,
                 "wgmma takes __half, __nv_bfloat16, __nv_fp8_e4m3 and __nv_fp8_e5m2");
-  static_assert(BITS_16 || (A == Major::K && B == Major::K), "wgmma takes 8-bit types K-major alone");
-  static_assert((SCALE_A == 1 || SCALE_A == -1) && (SCALE_B == 1 || SCALE_B == -1), "a scale is 1 or -1");
+  static_assert(BITS_16 || (A == Major::K && B == Major::K), "wgmma takes 8-bit types K-major only");
+  static_assert((SCALE_A == 1 || SCALE_A == -1) && (SCALE_B == 1 || SCALE_B == -1), "SCALE_A and SCALE_B must be 1 or -1");
 }
 
 }  // namespace wgmma_detail
 
-// 9.7.15.5.2 wgmma.mma_async, A and B in shared memory: D = scale A · B, plus D where `accumulate`. It reads memory, and yet
-// its assembly has no memory clobber, which would keep the compiler from working between two of them: wgmma_fence before it and
+// 9.7.15.5.2 wgmma.mma_async, A and B in shared memory: D = scale A · B, plus D if `accumulate`. It reads memory, yet its asm has
+// no memory clobber, which would keep the compiler from scheduling other code between two of them: wgmma_fence before it and
 // wgmma_commit_group after it have one, and accesses to its operands must stay outside of the two anyway.
 template <int N, class In, Major A = Major::K, Major B = Major::K, int SCALE_A = 1, int SCALE_B = 1>
 __device__ __forceinline__ void wgmma_ss(float (&d)[N / 2], unsigned long long desc_a, unsigned long long desc_b,

@@ -1,6 +1,6 @@
 // branch_free: branches written as predicates. Parent: 00_naive.
-// Question: do the textbook loop's few branches cost it anything, and does inline PTX remove them?
-// Change: selects mask the scores, predicated stores replace the early return, and the loop's end is the same for the block.
+// Question: do the few branches of the textbook loop cost anything, and does inline PTX remove them?
+// Change: selects mask the scores, predicated stores replace the early return, and the loop bound is uniform for the block.
 // Layout: thread t of block x owns row x·THREADS + t; its query row and its output row live in registers.
 #include "attention.cuh"
 #include "ptx.cuh"
@@ -10,7 +10,7 @@ extern "C" __device__ const LaunchShape launch_shape = {THREADS, 0, THREADS};
 extern "C" __global__ void __launch_bounds__(THREADS) attention_branch_free(const __grid_constant__ AttentionParams p) {
   const int first_q_row = blockIdx.x * THREADS;
   const bool in_range = first_q_row + threadIdx.x < p.q_len;
-  const int q_row = min(first_q_row + static_cast<int>(threadIdx.x), p.q_len - 1);   // the last row again, unwritten
+  const int q_row = min(first_q_row + static_cast<int>(threadIdx.x), p.q_len - 1);   // duplicates the last row, and does not store it
   const int head = blockIdx.y;
   const int batch = blockIdx.z;
 
@@ -24,11 +24,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_branch_free(cons
     Q_reg[d] = Q_gmem[d];
     O_reg[d] = 0.0f;
   }
-  float row_max = NEG_INF;   // largest score so far, in units of log2
+  float row_max = NEG_INF;   // running maximum of the scores, in log2 units
   float row_sum = 0.0f;      // sum of 2^(score - row_max)
 
   const int num_keys = visible_keys(p, q_row);
-  const int block_keys = visible_keys(p, min(first_q_row + THREADS, p.q_len) - 1);   // the last row sees the most
+  const int block_keys = visible_keys(p, min(first_q_row + THREADS, p.q_len) - 1);   // largest for the last row
   for (int key = 0; key < block_keys; ++key) {
     float score = 0.0f;
 #pragma unroll
@@ -36,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) attention_branch_free(cons
     score = ptx::selp_f32(score * p.scale_log2, NEG_INF, key < num_keys);
 
     const float new_max = fmaxf(row_max, score);
-    const float reference = ptx::selp_f32(0.0f, new_max, new_max == NEG_INF);   // no key seen yet: -inf - -inf would be NaN
+    const float reference = ptx::selp_f32(0.0f, new_max, new_max == NEG_INF);   // no visible key yet: -inf - -inf would be NaN
     const float rescale = ptx::ex2_approx_ftz(row_max - reference);             // 0 at the first key
     const float prob = ptx::ex2_approx_ftz(score - reference);
     row_max = new_max;

@@ -1,24 +1,24 @@
-// cublaslt_unfused: the softmax between two GEMMs by cuBLASLt. Parent: 00_naive.
-// Question: what do three passes through the best matrix library give?
-// Change: scores come from global memory, where cuBLASLt wrote them, and go back there as probabilities for it to read; see
+// cublaslt_unfused: the softmax between two cuBLASLt GEMMs. Parent: 00_naive.
+// Question: what do three passes with the best matrix library achieve?
+// Change: cuBLASLt writes the scores to global memory, and this kernel writes the probabilities back there for the second GEMM; see
 //         src/flashlab/experiments/cublaslt.py, which calls the GEMMs and reads HEADS_A_CALL, SETUP_EACH_CALL and SPLIT_K.
-// Layout: ROW_LANES threads share a row, one of a head's that blockIdx.y counts from the first head of the call.
+// Layout: ROW_LANES threads share a row; blockIdx.y is the head, counted from the first head of the call.
 #include "attention.cuh"
 #include "ptx.cuh"
 #include "reduce.cuh"
 
 constexpr int THREADS = 128;
 constexpr int ROWS = THREADS / ROW_LANES;
-constexpr int WIDTH = ROW_LANES == 1 ? 1 : 8;   // scores an access: rows are padded to a multiple of 8
+constexpr int WIDTH = ROW_LANES == 1 ? 1 : 8;   // scores per access: rows are padded to a multiple of 8
 constexpr int STRIDE = ROW_LANES * WIDTH;
-static_assert(ROW_LANES == 1 || ROW_LANES == WARP, "ROW_LANES is 1 or 32");
+static_assert(ROW_LANES == 1 || ROW_LANES == WARP, "ROW_LANES must be 1 or 32");
 
 // src/flashlab/experiments/cublaslt.py mirrors this layout, field by field.
 struct SoftmaxParams {
-  const float* scores;    // (heads, q_len, pitch), scaled to units of log2; with SCORES_FP32 0 not used: they are in `probs`
+  const float* scores;    // (heads, q_len, pitch), in units of log2; unused with SCORES_FP32 0, where they are in `probs`
   element* probs;         // (heads, q_len, pitch)
-  float* LSE;             // (heads, q_len), natural log; null where the caller wants none
-  long long pitch;        // elements from a row to the next
+  float* LSE;             // (heads, q_len), natural log; null if not requested
+  long long pitch;        // elements from one row to the next
   int q_len;
   int kv_len;
 };
@@ -30,7 +30,7 @@ struct alignas(sizeof(T) * WIDTH < 16 ? sizeof(T) * WIDTH : 16) Scores {
   T x[WIDTH];
 };
 
-// Scores of keys [key, key + WIDTH); -inf past the last that the row sees.
+// Scores of keys [key, key + WIDTH); -inf for keys that the row does not see.
 template <typename T>
 __device__ __forceinline__ void read_scores(float (&score)[WIDTH], const T* row, int key, int num_keys) {
   const Scores<T> stored = *reinterpret_cast<const Scores<T>*>(row + key);
@@ -84,7 +84,7 @@ __device__ __forceinline__ void softmax_row(const T* S_gmem, element* P_gmem, fl
 extern "C" __global__ void __launch_bounds__(THREADS) attention_cublaslt_unfused(const __grid_constant__ SoftmaxParams p) {
   const int q_row = blockIdx.x * ROWS + threadIdx.x / ROW_LANES;
   const int lane = threadIdx.x % ROW_LANES;
-  if (q_row >= p.q_len) return;   // the same in all lanes of a row
+  if (q_row >= p.q_len) return;   // uniform for the lanes of a row
   const long long row = static_cast<long long>(blockIdx.y) * p.q_len + q_row;
   const int num_keys = CAUSAL ? max(0, min(p.kv_len, q_row + 1 + p.kv_len - p.q_len)) : p.kv_len;
   element* P_gmem = p.probs + row * p.pitch;   // (kv_len)

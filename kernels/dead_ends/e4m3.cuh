@@ -1,11 +1,11 @@
-// Numbers of FP8, e4m3: 4 bits of exponent, 3 of mantissa, 448 at most; rounded to nearest even, and to 448 beyond it.
+// FP8 e4m3: 4 exponent bits, 3 mantissa bits, at most 448. Conversions round to nearest even and saturate at 448.
 #pragma once
 #include <cuda_fp8.h>
 
 #include "half2.cuh"
 #include "tile.cuh"
 
-// 8 elements of a chunk as e4m3, the first in the lowest byte.
+// The 8 elements of a chunk as e4m3, the first in the lowest byte.
 struct alignas(8) Bytes {
   unsigned word[2];
 };
@@ -19,13 +19,13 @@ __device__ __forceinline__ Bytes to_e4m3(const Chunk& chunk) {
   return bytes;
 }
 
-// Four numbers as e4m3, `a` in the lowest byte.
+// Converts four floats to e4m3; `a` goes to the lowest byte.
 __device__ __forceinline__ unsigned to_e4m3(float a, float b, float c, float d) {
   const __nv_fp8x2_e4m3 low(make_float2(a, b)), high(make_float2(c, d));
   return low.__x | static_cast<unsigned>(high.__x) << 16;
 }
 
-// 8 elements rounded to e4m3, still as elements, which hold every number of e4m3.
+// Rounds 8 elements to e4m3 and converts them back to `element`, which is exact.
 __device__ __forceinline__ Chunk through_e4m3(const Chunk& chunk) {
   Chunk rounded;
 #pragma unroll

@@ -1,82 +1,82 @@
-// early_launch: a call's blocks come while the call before it ends. Parent: 16_ones_column.
-// Question: what lies between two calls, and can the next one pay it while the one before still runs?
-// Change: programmatic dependent launch. A block says at its start that the next kernel of the stream may be launched; that one's
-//         blocks come to SMs that have nothing left to do, set up barriers, ones and maps, and wait for the kernels before them
-//         before they touch global memory.
+// early_launch: a call's blocks are launched while the previous call finishes. Parent: 16_ones_column.
+// Question: what does the boundary between two calls cost, and can the next call overlap that with the end of the previous one?
+// Change: programmatic dependent launch. Each block allows the stream's next kernel to be launched as soon as it starts. The blocks of
+//         that kernel start on SMs that have run out of work, set up barriers, ones and tensor maps, and wait for the kernels before
+//         them before they access global memory.
 // Layout: as the parent's.
 // Requires: sm_90a.
 #include "hopper.cuh"
 #include "late_fetch.cuh"
 #include "softcap.cuh"
-#include "turns.cuh"
-#include "works.cuh"
+#include "pingpong.cuh"
+#include "work_tiles.cuh"
 
 constexpr int THREADS = (1 + NUM_CONSUMERS) * WARPGROUP;
 constexpr int TILE_Q = NUM_CONSUMERS * WGMMA_ROWS;
-// A thread's registers: the block's, 65536 / THREADS rounded down to a multiple of 8 for each thread, are redistributed.
-constexpr bool WIDE = Q_BUFFERS == 1;      // rows so wide that the output has no room in shared memory, and registers are short
+// Registers per thread: the block's, 65536 / THREADS rounded down to a multiple of 8 per thread, are redistributed by setmaxnreg.
+constexpr bool WIDE = Q_BUFFERS == 1;      // wide rows: shared memory has no room for the output, and registers are scarce
 constexpr int PRODUCER_REGISTERS = NUM_CONSUMERS == 3 ? 32 : WIDE ? 24 : 40;
 constexpr int CONSUMER_REGISTERS = NUM_CONSUMERS == 3 ? 160 : WIDE ? 240 : 232;
-constexpr int NUM_SCORES = TILE_KV / 2;    // of a tile, per thread
-// Where P is rounded, and where ptxas puts code that seldom runs, changes the time, and only measuring says what is best.
-// Without PINGPONG rounding early would spill a register, and without a mask, so would code apart for the first tile.
-constexpr bool ROUND_EARLY = HEAD_DIM == PANEL && PINGPONG;              // before the range check; a move rounds again
+constexpr int NUM_SCORES = TILE_KV / 2;    // per tile and thread
+// Where P is rounded, and where ptxas places rarely executed code, affects the run time; the best choice can only be found by measuring.
+// Without PINGPONG, rounding early would spill a register; without a mask, so would separate code for the first tile.
+constexpr bool ROUND_EARLY = HEAD_DIM == PANEL && PINGPONG;              // before the range check; raised rows are rounded again
 constexpr bool FIRST_APART = HEAD_DIM == PANEL && !WINDOW && (CAUSAL || PINGPONG);   // a work tile's first K/V tile has its own code
-constexpr bool MOVE_APART = HEAD_DIM == PANEL && CAUSAL && !PINGPONG;    // a move's path rounds P itself, and lies outside the loop
-constexpr int ONES = 8;                    // columns of ones: the fewest that an instruction's N can grow by
+constexpr bool MOVE_APART = HEAD_DIM == PANEL && CAUSAL && !PINGPONG;    // the renormalisation path rounds P itself, outside the loop
+constexpr int ONES = 8;                    // columns of ones: the granularity of an instruction's N
 constexpr int O_COLUMNS = HEAD_DIM + ONES;
-// An instruction has at most 256 columns: beyond, all panels of V but the last have one of their own.
+// An instruction has at most 256 columns: if O has more, the panels of V before the last get an instruction of their own.
 constexpr int APART_COLUMNS = O_COLUMNS > 256 ? HEAD_DIM - PANEL : 0;
-// Panels of B lie at one distance from each other. With one panel of V, ones can lie anywhere behind it, and 16 rows do for every
-// instruction. With more, they lie behind the last, TILE_KV rows for every stage.
+// Panels of B are equally spaced. If the ones' instruction reads one panel of V, the ones can be anywhere behind it, and 16 rows of ones
+// serve every instruction. If it reads more, they follow the last panel, TILE_KV rows in every stage.
 constexpr bool SHARED_ONES = HEAD_DIM - APART_COLUMNS == PANEL;
 constexpr int STAGE_ONES = SHARED_ONES ? 0 : TILE_KV * PANEL;
-static_assert(HEAD_DIM <= 256, "HEAD_DIM must be at most 256: the output's registers");
-static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1, 2 or 3: more would have too few registers");
-static_assert(TILE_KV % WGMMA_STEP == 0 && TILE_KV <= 256, "TILE_KV must be a multiple of 16 up to 256: an instruction's N and K");
-static_assert(PIPELINE_STAGES >= 2, "P·V of one tile and Q·K of the next must both be there");
+static_assert(HEAD_DIM <= 256, "HEAD_DIM must be at most 256: the output must fit in registers");
+static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1, 2 or 3: with more, each would have too few registers");
+static_assert(TILE_KV % WGMMA_STEP == 0 && TILE_KV <= 256, "TILE_KV must be a multiple of 16 (wgmma K) and at most 256 (wgmma N)");
+static_assert(PIPELINE_STAGES >= 2, "PIPELINE_STAGES must be at least 2: V of one tile and K of the next are in use together");
 static_assert(!WINDOW || (NUM_CONSUMERS - 1) * WGMMA_ROWS <= (WIDE && PINGPONG ? 1 : TAKE_AHEAD) * TILE_KV,
-              "a consumer must not wait for the next work tile while others wait for tiles, or turns, that it leaves to them");
+              "deadlock: a consumer would wait for the next work tile while others wait for it to release tiles or pass on its turn");
 
 constexpr int O_ALIGNMENT = WIDE ? 16 : PATTERN_BYTES;
-constexpr int O_ELEMENTS = WIDE ? CHUNK : WARP_ROWS * HEAD_DIM;   // a chunk where nobody uses them
+constexpr int O_ELEMENTS = WIDE ? CHUNK : WARP_ROWS * HEAD_DIM;   // WIDE does not use it: one chunk as a placeholder
 
 struct SharedStorage {
-  alignas(PATTERN_BYTES) element Q[Q_BUFFERS][NUM_CONSUMERS][WGMMA_ROWS * HEAD_DIM];  // each consumer's own
+  alignas(PATTERN_BYTES) element Q[Q_BUFFERS][NUM_CONSUMERS][WGMMA_ROWS * HEAD_DIM];  // one tile per consumer
   alignas(PATTERN_BYTES) element K[PIPELINE_STAGES][TILE_KV * HEAD_DIM];
   alignas(PATTERN_BYTES) element V[PIPELINE_STAGES][TILE_KV * HEAD_DIM + STAGE_ONES];
-  alignas(PATTERN_BYTES) element ones[WGMMA_STEP * PANEL];                            // where one panel serves every stage
-  alignas(O_ALIGNMENT) element O[NUM_CONSUMERS][WARPGROUP_WARPS][O_ELEMENTS];         // each warp's own, on their way out
-  Work work[Q_STAGES];                                                                // what Q belongs to; comes and goes with it
+  alignas(PATTERN_BYTES) element ones[WGMMA_STEP * PANEL];                            // if SHARED_ONES: one panel for all stages
+  alignas(O_ALIGNMENT) element O[NUM_CONSUMERS][WARPGROUP_WARPS][O_ELEMENTS];         // output staging, one buffer per warp
+  WorkTile work[Q_STAGES];                                                            // Q's work tile; Q_full and Q_empty guard it, too
   ptx::Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
-  ptx::Mbarrier end_near;                                            // the work tile at hand has few K/V tiles left to fetch
-  ptx::Mbarrier K_full[PIPELINE_STAGES], K_empty[PIPELINE_STAGES];   // full: the tile has come; empty: every consumer warp is done
+  ptx::Mbarrier end_near;                                            // the current work tile has few K/V tiles left to load
+  ptx::Mbarrier K_full[PIPELINE_STAGES], K_empty[PIPELINE_STAGES];   // full: the tile has arrived; empty: all consumer warps are done
   ptx::Mbarrier V_full[PIPELINE_STAGES], V_empty[PIPELINE_STAGES];
-  ptx::Mbarrier work_known[Q_STAGES];                                // with one buffer of Q: `work` is there, its Q on its way
+  ptx::Mbarrier work_ready[Q_STAGES];                                // with one Q buffer: `work` is known, Q may be in flight
 };
-static_assert(sizeof(SharedStorage) <= BLOCK_SMEM_BYTES, "the tiles must fit into shared memory: fewer keys, rows or stages");
+static_assert(sizeof(SharedStorage) <= BLOCK_SMEM_BYTES, "the tiles must fit into shared memory: use fewer keys, rows or stages");
 constexpr int V_STAGE_BYTES = sizeof(SharedStorage::V) / PIPELINE_STAGES;
-constexpr int APART_BYTES = APART_COLUMNS * TILE_KV * sizeof(element);   // of V, before the panels beside which ones are
-constexpr int ONES_DISTANCE = sizeof(SharedStorage::V) - APART_BYTES;    // they follow V
-static_assert(ONES_DISTANCE % PATTERN_BYTES == 0, "ones must start right behind V: a pattern of 8 rows after the other");
+constexpr int APART_BYTES = APART_COLUMNS * TILE_KV * sizeof(element);   // of V, before the panels in the ones' instruction
+constexpr int ONES_DISTANCE = sizeof(SharedStorage::V) - APART_BYTES;    // from those panels to the ones, which follow V
+static_assert(ONES_DISTANCE % PATTERN_BYTES == 0, "the ones must follow V directly, aligned to the swizzle pattern of 8 rows");
 
 extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q, WGMMA_ROWS, TILE_KV, 1};
 
-// Named barriers; 0 is __syncthreads.
+// Named barriers; barrier 0 is that of __syncthreads.
 enum NamedBarrier {
-  TURN_BARRIER = 1,   // and 2, 3: a consumer's turn to issue GEMMs has come
+  ORDER_BARRIER = 1,   // and 2, 3: one per consumer, which waits on it for its turn to issue GEMMs
 };
-using ProductTurns = Turns<TURN_BARRIER, NUM_CONSUMERS, PINGPONG>;
+using GemmOrder = Turns<ORDER_BARRIER, NUM_CONSUMERS, PINGPONG>;
 
 // --- softmax -----------------------------------------------------------------------------------------------------------------
-// A probability is P = 2^(score - reference), in units of log2. A row's reference is settled by its first scores, HEADROOM powers of
-// two above the largest of a few of them, and moves by powers of two where a sum leaves its range: P, the sums and O are multiplied by
-// a power of two, which rounds nothing. What a row does depends on its own scores alone, and so do its last bits.
+// A probability is P = 2^(score - reference), with scores in units of log2. A row's reference is set from its first scores, HEADROOM
+// powers of two above the largest of a few of them, and raised by powers of two when a sum leaves its range: P, the sums and O are
+// multiplied by a power of two, which does not round. What happens to a row depends on its own scores alone, and so do its last bits.
 
-// Headroom and range. float16 has few small numbers: P starts near 2^-2, or weights far below a row's largest would be lost that
-// FlashAttention keeps; a lane's sum below 65504 says that none of its P rounds to infinity. bfloat16 has FP32's exponents, and small P
-// are as exact as large ones: P starts near 2^-48 and stays below 1, as where the reference is the maximum, so that P·V overflows only
-// where it would there. Values of V below 2^-70 lose bits for it.
+// Headroom and range. float16 has little range below 1: P starts near 2^-2, else weights far below a row's largest, which FlashAttention
+// keeps, would be lost; a lane's sum below 65504 means that none of its P rounds to infinity. bfloat16 has FP32's exponent range, and small
+// P are as precise as large ones: P starts near 2^-48 and stays below 1, as against the row's maximum, so that P·V overflows only where it
+// would overflow there, too. The cost: values of V below 2^-70 lose bits.
 template <typename T>
 constexpr int HEADROOM_OF = 48;
 template <>
@@ -87,20 +87,20 @@ template <typename T>
 constexpr float SUM_LIMIT_OF = 1.0f;
 template <>
 constexpr float SUM_LIMIT_OF<__half> = 65504.0f;
-constexpr float SUM_LIMIT = SUM_LIMIT_OF<element>;   // of a lane's P of one tile
-// The power of two that a sum out of range is brought to. 2^-2 in float16 too would leave more room, and was slower where scores grow
-// by about that room in a tile or two: a warp's rows then move in different tiles, and the warp in every one.
+constexpr float SUM_LIMIT = SUM_LIMIT_OF<element>;   // of a lane's sum of P over one tile
+// A sum out of range is brought to 2^SETTLED. 2^-2 in float16, too, would leave more room, but was slower where scores grow by about that
+// much in a tile or two: a warp's rows then renormalise in different tiles, so that the warp does so in every one.
 constexpr int SETTLED = SUM_LIMIT > 1.0f ? 0 : -HEADROOM;
-constexpr float OVERFLOWN = 0x1p126f;   // a sum from here on, or NaN, says that FP32 may not hold some exponential
-constexpr float NOTHING_SEEN = -0x1p100f;   // a reference against which every score but -inf overflows
+constexpr float OVERFLOWN = 0x1p126f;   // a sum this large, or NaN, means that FP32 may not hold some exponential
+constexpr float NOTHING_SEEN = -0x1p100f;   // a reference against which every score except -inf overflows
 
-// The columns of a tile that a lane's rows see: those from first_key[h] on and below num_keys[h], counted from the lane's first.
+// The columns of a tile that a lane's rows see: from first_key[h] on and below num_keys[h], counted from the lane's first column.
 struct Visible {
 #if WINDOW
   int first_key[HALVES] = {};
 #endif
   int num_keys[HALVES] = {TILE_KV, TILE_KV};
-  int warp_keys = TILE_KV;   // no row of the warp sees a column of the tile from here on
+  int warp_keys = TILE_KV;   // columns from here on are masked for all rows of the warp
   __device__ __forceinline__ bool operator()(int i) const {
     const int column = i / 4 * 8 + i % 2, h = i / 2 % 2;
 #if WINDOW
@@ -110,26 +110,26 @@ struct Visible {
   }
 };
 
-// A lane's sums over a tile, in two chains of additions for each row.
+// A lane's sums over a tile, in two independent chains of additions per row.
 struct TileSums {
   float chain[HALVES][2] = {};
   __device__ __forceinline__ float of(int h) const { return chain[h][0] + chain[h][1]; }
 };
 
-// A tile's scores are capped, where the call asks for it.
+// Soft-caps a tile's scores, if the call asks for it.
 __device__ __forceinline__ void cap_scores(float (&S_reg)[NUM_SCORES], const AttentionParams& p) {
 #pragma unroll
   for (int i = 0; i < NUM_SCORES; ++i) S_reg[i] = capped(p, S_reg[i]);
 }
 
-// A tile's scores become probabilities, in their place, and are added up. Nothing here waits for another lane.
+// Turns a tile's scores into probabilities in place, and adds them up. No step depends on another lane.
 template <bool MASKED>
 __device__ __forceinline__ void exponentials(float (&S_reg)[NUM_SCORES], const float (&reference)[HALVES], float scale_log2,
                                              TileSums& sums, const Visible& visible = {}) {
-  constexpr int BLOCK = 8;   // scores of a lane in 16 columns
+  constexpr int BLOCK = 8;   // a lane's scores in 16 columns
 #pragma unroll
   for (int block = 0; block < NUM_SCORES; block += BLOCK) {
-    const bool seen = !MASKED || 2 * block < visible.warp_keys;   // what the whole warp does not see costs nothing
+    const bool seen = !MASKED || 2 * block < visible.warp_keys;   // if masked for the whole warp, no exponentials
 #pragma unroll
     for (int i = block; i < block + BLOCK; ++i) {
       const int h = i / 2 % 2;
@@ -144,7 +144,7 @@ __device__ __forceinline__ void exponentials(float (&S_reg)[NUM_SCORES], const f
   }
 }
 
-// Row h's reference rises by `powers` of two, at most 126.
+// Raises row h's reference by `powers` powers of two, at most 126.
 __device__ __forceinline__ void move_reference(float (&S_reg)[NUM_SCORES], float (&O_reg)[O_COLUMNS / 2], RowState& rows, float& sum,
                                                int h, int powers) {
   const float factor = __int_as_float((127 - powers) << 23);   // 2^-powers
@@ -161,31 +161,31 @@ __device__ __forceinline__ void move_reference(float (&S_reg)[NUM_SCORES], float
   }
 }
 
-// FP32 does not hold the exponentials of `lost` rows: some score is over a hundred powers of two above the reference. The warp's
-// scores are computed again by mma.sync, 8 keys at a time, whose accumulator has the layout of wgmma's, and those rows refer to their
-// maximum. K comes from global memory: its stage is not held back for what hardly ever happens.
-__device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (&O_reg)[O_COLUMNS / 2], RowState& rows,
-                                             float (&sum)[HALVES], const bool (&lost)[HALVES],
+// FP32 cannot hold the exponentials of `lost` rows: some score is over a hundred powers of two above the reference. The warp recomputes
+// its scores of the tile by mma.sync, 8 keys at a time, whose accumulator has the layout of wgmma's, and sets the reference of those rows
+// from their maximum. K is read from global memory: its stage is not held back for a very rare case.
+__device__ __forceinline__ void rescore(float (&S_reg)[NUM_SCORES], float (&O_reg)[O_COLUMNS / 2], RowState& rows,
+                                             float (&sum)[HALVES], const bool (&overflowed)[HALVES],
                                              const unsigned (&Q_reg)[HEAD_DIM / WGMMA_STEP][4], const element* Q_smem,
-                                             const AttentionParams& p, const Work& work, int tile, const Visible& visible, int warp,
+                                             const AttentionParams& p, const WorkTile& work, int tile, const Visible& visible, int warp,
                                              int lane) {
   count_fallback<1>(p, lane);
   const element* K_gmem = head_of(p.K, work.batch, kv_head_of(p, work.head)) + tile * TILE_KV * p.K.row_stride;
-  const int last_key = p.kv_len - 1 - tile * TILE_KV;   // there may be fewer than TILE_KV
+  const int last_key = p.kv_len - 1 - tile * TILE_KV;   // the tile may have fewer than TILE_KV keys
 #pragma unroll 1
   for (int j = 0; j < TILE_KV / MATRIX; ++j) {
     float S[4] = {};
     const element* key = K_gmem + min(j * MATRIX + lane / ROW_LANES, last_key) * p.K.row_stride + lane % ROW_LANES * 2;
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / WGMMA_STEP; ++k) {
-      unsigned K_part[2];   // as B: key lane / 4, and of the 16 columns 2 · (lane % 4) onwards and 8 further
+      unsigned K_part[2];   // B fragment: of key lane / 4, the column pairs at 2 · (lane % 4) and 8 further, of 16 columns
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const element* pair = key + k * WGMMA_STEP + 8 * i;
         if constexpr (ALIGNED) {
           K_part[i] = *reinterpret_cast<const unsigned*>(pair);
         } else {
-          K_part[i] = pack(to_float(pair[0]), to_float(pair[1]), element{});   // exact: they are such elements
+          K_part[i] = pack(to_float(pair[0]), to_float(pair[1]), element{});   // exact: the values are of type element
         }
       }
       if constexpr (Q_IN_REGISTERS) {
@@ -196,9 +196,9 @@ __device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (
         mma(S, Q_part, K_part, element{});
       }
     }
-    // Registers have no index: all are visited, four are meant.
+    // Registers cannot be indexed at run time, so the loop visits all of them and selects four.
 #pragma unroll
-    for (int i = 0; i < NUM_SCORES; ++i) S_reg[i] = i / 4 == j && lost[i / 2 % 2] ? capped(p, S[i % 4]) * p.scale_log2 : S_reg[i];
+    for (int i = 0; i < NUM_SCORES; ++i) S_reg[i] = i / 4 == j && overflowed[i / 2 % 2] ? capped(p, S[i % 4]) * p.scale_log2 : S_reg[i];
   }
 #pragma unroll
   for (int h = 0; h < HALVES; ++h) {
@@ -208,10 +208,10 @@ __device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (
       if (i / 2 % 2 == h && visible(i)) row_max = fmaxf(row_max, S_reg[i]);
     }
     row_max = lanes_max<ROW_LANES>(row_max);
-    if (!lost[h]) continue;
+    if (!overflowed[h]) continue;
     const float reference = (row_max == NEG_INF ? 0.0f : row_max) + HEADROOM;
-    const float factor = ptx::ex2_approx_ftz(fminf(rows.max[h] - reference, 0.0f));   // above 1 only where there is nothing yet
-    rows.max[h] = row_max == NEG_INF ? NEG_INF : reference;   // none yet
+    const float factor = ptx::ex2_approx_ftz(fminf(rows.max[h] - reference, 0.0f));   // clamped: above 1 only after NaN or FP32 overflow
+    rows.max[h] = row_max == NEG_INF ? NEG_INF : reference;   // -inf: the row still has no reference
     rows.sum[h] *= factor;
     sum[h] = 0.0f;
 #pragma unroll
@@ -228,7 +228,7 @@ __device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (
   }
 }
 
-// Columns FIRST to FIRST + COLUMNS of O (64, O_COLUMNS) += P (64, 16) · V (16, O_COLUMNS), by one instruction, or none for none.
+// Columns FIRST to FIRST + COLUMNS of O (64, O_COLUMNS) += P (64, 16) · V (16, O_COLUMNS), in one instruction; none if COLUMNS is 0.
 template <int FIRST, int COLUMNS>
 __device__ __forceinline__ void multiply_PV_columns(float (&O_reg)[O_COLUMNS / 2], const unsigned (&P)[4], Descriptor V_desc) {
   if constexpr (COLUMNS > 0) {
@@ -236,18 +236,18 @@ __device__ __forceinline__ void multiply_PV_columns(float (&O_reg)[O_COLUMNS / 2
   }
 }
 
-// A warp's 16 rows leave from registers, 16 bytes at a time: the 4 lanes of a row have 8 columns of each of 4 blocks together, and
-// exchange them until each has a block.
+// Stores a warp's 16 rows from registers, 16 bytes per lane: each of a row's 4 lanes holds 2 columns of each of 4 blocks of 8 columns,
+// and they exchange pairs until each lane holds a block.
 __device__ __forceinline__ void store_rows(const AttentionParams& p, const float (&O_reg)[HEAD_DIM / 2], int lane, int warp_q_row,
                                            int head, int batch) {
-  constexpr int COLUMNS = ROW_LANES * CHUNK;   // that the lanes of a row store at once
+  constexpr int COLUMNS = ROW_LANES * CHUNK;   // that the lanes of a row store in one instruction
   const int lane_id = lane % ROW_LANES;
 #pragma unroll
   for (int h = 0; h < HALVES; ++h) {
     uint4 blocks[HEAD_DIM / COLUMNS];
 #pragma unroll
     for (int j = 0; j < HEAD_DIM / COLUMNS; ++j) {
-      unsigned pair[ROW_LANES];   // of block i; in the end, of this lane's block, lane i's
+      unsigned pair[ROW_LANES];   // pair[i]: first of block i; after the exchange, lane i's pair of this lane's block
 #pragma unroll
       for (int i = 0; i < ROW_LANES; ++i) {
         const float* O = O_reg + j * COLUMNS / 2 + 4 * i + 2 * h;
@@ -272,7 +272,7 @@ __device__ __forceinline__ void store_rows(const AttentionParams& p, const float
 #pragma unroll
     for (int j = 0; j < HEAD_DIM / COLUMNS; ++j) {
       if constexpr (ALIGNED) {
-        *reinterpret_cast<uint4*>(row_gmem + j * COLUMNS) = blocks[j];   // as a Chunk the compiler stores some in parts
+        *reinterpret_cast<uint4*>(row_gmem + j * COLUMNS) = blocks[j];   // as a Chunk, the compiler splits some stores
       } else {
         write_chunk(row_gmem + j * COLUMNS, reinterpret_cast<const Chunk&>(blocks[j]));
       }
@@ -280,23 +280,23 @@ __device__ __forceinline__ void store_rows(const AttentionParams& p, const float
   }
 }
 
-// A consumer: up to 64 query rows of each work tile.
+// A consumer warpgroup: up to 64 query rows of each work tile.
 __device__ __forceinline__ void consume(const AttentionParams& p, const AttentionMaps& maps, SharedStorage& smem, int consumer,
                                         int thread) {
   const int warp = thread / WARP;
   const int lane = thread % WARP;
   const int lane_col = lane % ROW_LANES * 2;
-  KvPlace kv;   // of the tile whose scores are next; the one before it has the tile whose probabilities are in P_reg
+  KvPlace kv;   // stage of the tile whose QK GEMM is next; the previous stage has the tile whose probabilities are in P_reg
 
   const Descriptor K_desc = rows_descriptor(smem.K[0]);
-  // Where ones serve every stage, the distance from V's panel to theirs is another one for every stage and step: PV_STEP.
+  // If all stages share the ones, the distance from V's panel to them differs for every stage and step: see PV_STEP.
   const Descriptor V_desc =
       SHARED_ONES ? ptx::make_descriptor(smem.V[0] + APART_COLUMNS * TILE_KV, ONES_DISTANCE, PATTERN_BYTES, PANEL_SWIZZLE)
                   : columns_descriptor<TILE_KV>(smem.V[0]);
   const Descriptor V_apart_desc = columns_descriptor<TILE_KV>(smem.V[0]);
-  // Moves a descriptor of V by units of 16 bytes; its distance to the next panel, the field from bit 16 on, by as many back.
+  // Advances V's descriptor by 16 bytes; if the ones are shared, the distance to the next panel (from bit 16 on) shrinks by as much.
   constexpr Descriptor PV_STEP = SHARED_ONES ? 1 - (1ull << 16) : 1;
-  // This warp is done with the stage.
+  // Releases a stage: one arrival per warp.
   const auto release = [&](ptx::Mbarrier* empty) {
     if (lane == 0) ptx::mbarrier_arrive(empty);
   };
@@ -305,15 +305,15 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   float O_reg[O_COLUMNS / 2] = {};
   float S_reg[NUM_SCORES];
   unsigned P_reg[TILE_KV / WGMMA_STEP][4];
-  RowState rows;       // max: the row's reference, -inf where it has none yet
-  int count = -1;      // of work tiles before the current one
-  int num_tiles = 0;   // K/V tiles that this consumer's rows need of the current work tile: at most the block's
-  int not_mine = 0;    // tiles after these that the block needs; they come first
+  RowState rows;       // max: the row's reference, -inf until it has one
+  int count = -1;      // number of work tiles before the current one
+  int num_tiles = 0;   // K/V tiles of the current work tile that this consumer's rows need: at most the block's
+  int not_mine = 0;    // K/V tiles after these that the block needs and this consumer skips; they come first
 
   const auto wait_for_Q = [&](int at) { ptx::mbarrier_wait_parity(&smem.Q_full[Q_place(at).stage], Q_place(at).parity); };
   const auto wait_for_K = [&]() { ptx::mbarrier_wait_parity(&smem.K_full[kv.stage], kv.parity); };
   const auto wait_for_V = [&](KvPlace at) { ptx::mbarrier_wait_parity(&smem.V_full[at.stage], at.parity); };
-  const auto current = [&]() -> const Work& { return smem.work[count % Q_STAGES]; };   // read again, rather than kept in registers
+  const auto current = [&]() -> const WorkTile& { return smem.work[count % Q_STAGES]; };   // re-read each time, which saves registers
   const auto issue_QK = [&](int stage) {
     const Descriptor desc = K_desc + descriptor_step(stage * TILE_BYTES<TILE_KV>);
     if constexpr (Q_IN_REGISTERS) {
@@ -335,7 +335,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     ptx::wgmma_commit_group();
   };
   const auto own = [&]() -> decltype(auto) { return params_of(p, current()); };
-  // The first tile of the consumer's rows, and of those that all of them see whole; 0 without a window.
+  // The first K/V tile that the consumer's rows see, and the first that is not masked on its left for any of them; 0 without a window.
   const auto first_tile = [&]() {
     if constexpr (WINDOW) return first_tile_of_rows(own(), current().first_q_row + consumer * WGMMA_ROWS);
     return 0;
@@ -346,31 +346,31 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     }
     return 0;
   };
-  // Past the last tile that all of them see whole, where none of these rows has its first key.
+  // One past the last tile whose end all of these rows see; with a mask, less one that ends at the first row's last key, the first it sees.
   const auto whole_tiles = [&]() {
     return (visible_keys(own(), current().first_q_row + consumer * WGMMA_ROWS) - (CAUSAL || WINDOW)) / TILE_KV;
   };
   const auto warp_row = [&]() { return current().first_q_row + consumer * WGMMA_ROWS + warp * WARP_ROWS; };
-  // K/V tiles, the last ones, that the block needs and this consumer does not.
-  const auto passed_over = [&]() {
+  // Number of K/V tiles at the end that the block needs and this consumer does not.
+  const auto tiles_skipped = [&]() {
     int tiles = current().num_tiles - num_tiles;
 #if WINDOW
     if (num_tiles > 0) tiles -= first_tile() - first_tile_of_rows(own(), current().first_q_row);
 #endif
     return tiles;
   };
-  // Takes the next work tile; false where there is none.
-  const auto take = [&]() {
+  // Advances to the next work tile; false if there is none.
+  const auto next_work_tile = [&]() {
     wait_for_Q(++count);
     if (current().num_tiles == NO_MORE) return false;
     num_tiles = tiles_of_rows(own(), current().first_q_row + consumer * WGMMA_ROWS, WGMMA_ROWS);
-    if constexpr (!WIDE) not_mine = passed_over();
+    if constexpr (!WIDE) not_mine = tiles_skipped();
     if constexpr (Q_IN_REGISTERS) load_Q(Q_reg, smem.Q[Q_buffer(count)][consumer], warp, lane);
     return true;
   };
-  const auto give_back_Q = [&]() {
-    const Work done = current();
-    __syncwarp();   // all lanes have read it, and Q
+  const auto release_Q = [&]() {
+    const WorkTile done = current();
+    __syncwarp();   // all lanes are done reading the work tile and Q
     release(&smem.Q_empty[count % Q_STAGES]);
     return done;
   };
@@ -379,31 +379,31 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     rows.sum[1] += sum[1];
     if (!rounded) round_P<TILE_KV>(P_reg, S_reg);
   };
-  // The end of a tile's softmax. Rows of which a lane's sum is out of range are brought to 2^SETTLED first. With `early`, P is rounded
-  // before that is known, where the rounding of some scores runs beside the exponentials of others, and rounded again where rows move.
+  // Finishes a tile's softmax. Rows in which a lane's sum is out of range are first renormalised to 2^SETTLED. With `early`, P is rounded
+  // before that check, so that rounding some scores overlaps the exponentials of others, and again in rows that are renormalised.
   const auto finish_tile = [&](float (&sum)[HALVES], int tile, const Visible& visible, bool early) {
     if (early) round_P<TILE_KV>(P_reg, S_reg);
     if (__any_sync(FULL_WARP, !(sum[0] < SUM_LIMIT && sum[1] < SUM_LIMIT))) {
       count_fallback<0>(p, lane);
-      bool any_over[HALVES], lost[HALVES];
+      bool any_over[HALVES], overflowed[HALVES];
       int powers[HALVES];
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) {
-        any_over[h] = __any_sync(FULL_WARP, !(sum[h] < SUM_LIMIT));   // of the warp's rows h; often few rows move at once
-        const unsigned bits = lanes_max<ROW_LANES>(__float_as_uint(sum[h]));   // sums are not negative: ordered as their bits, NaN last
-        lost[h] = bits >= __float_as_uint(OVERFLOWN);
-        powers[h] = bits < __float_as_uint(SUM_LIMIT) || lost[h] ? 0 : min(126, static_cast<int>(bits >> 23) - 127 - SETTLED);
+        any_over[h] = __any_sync(FULL_WARP, !(sum[h] < SUM_LIMIT));   // in any of the warp's rows h; often few rows need it in a tile
+        const unsigned bits = lanes_max<ROW_LANES>(__float_as_uint(sum[h]));   // sums are not negative: their bits order them, NaN last
+        overflowed[h] = bits >= __float_as_uint(OVERFLOWN);
+        powers[h] = bits < __float_as_uint(SUM_LIMIT) || overflowed[h] ? 0 : min(126, static_cast<int>(bits >> 23) - 127 - SETTLED);
       }
-      const bool any_lost = __any_sync(FULL_WARP, lost[0] || lost[1]);
+      const bool any_overflowed = __any_sync(FULL_WARP, overflowed[0] || overflowed[1]);
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) {
         if (!any_over[h]) continue;
         move_reference(S_reg, O_reg, rows, sum[h], h, powers[h]);
         if (early) round_rows<TILE_KV>(P_reg, S_reg, h);
       }
-      if (any_lost) {
+      if (any_overflowed) {
         const element* Q_smem = smem.Q[Q_buffer(count)][consumer];
-        scores_again(S_reg, O_reg, rows, sum, lost, Q_reg, Q_smem, own(), current(), tile, visible, warp, lane);
+        rescore(S_reg, O_reg, rows, sum, overflowed, Q_reg, Q_smem, own(), current(), tile, visible, warp, lane);
         if (early) round_P<TILE_KV>(P_reg, S_reg);
       }
       if constexpr (MOVE_APART) {
@@ -413,9 +413,9 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     }
     add_and_round(sum, early);
   };
-  // The softmax of a tile in which rows may have their first keys: a work tile's first tile, and those that the mask cuts. A row that
-  // sees a key of the tile sees its first, unless there is a window.
-  const auto settle = [&](int tile, bool masked, bool first) {
+  // The softmax of a tile in which rows may see their first keys, such as a work tile's first K/V tile and partially masked ones. A row
+  // that sees any key of the tile sees the tile's first key, unless there is a window.
+  const auto set_reference = [&](int tile, bool masked, bool first) {
     cap_scores(S_reg, p);
     Visible visible;
     if (masked) {
@@ -429,7 +429,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       }
     }
 #if WINDOW
-    const bool settled = !__any_sync(FULL_WARP, rows.max[0] == NEG_INF || rows.max[1] == NEG_INF);   // in tiles cut on the left alone
+    const bool settled = !__any_sync(FULL_WARP, rows.max[0] == NEG_INF || rows.max[1] == NEG_INF);   // as in tiles masked only on the left
 #else
     constexpr bool settled = false;
 #endif
@@ -437,7 +437,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
       if (!settled) {
-        float some = NEG_INF;   // of the largest scores: of the row's first 8 keys, and with a window, of all that it sees of the tile
+        float some = NEG_INF;   // this lane's maximum: of the row's first 8 keys of the tile, or with a window, of all keys that it sees
 #pragma unroll
         for (int i = 2 * h; i < (WINDOW ? NUM_SCORES : 4); i += 4) {
           const float one = !masked || visible(i) ? S_reg[i] * p.scale_log2 : NEG_INF;
@@ -447,7 +447,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
         const float first = lanes_max<ROW_LANES>(some) + HEADROOM;
         rows.max[h] = rows.max[h] == NEG_INF ? first : rows.max[h];
       }
-      // Where the first scores are -inf, P is 2^-inf against any finite reference. Against NOTHING_SEEN, later scores of the tile are lost.
+      // No reference if the first scores are all -inf: against NOTHING_SEEN, P of -inf is 0, and any finite score makes the row `lost`.
       reference[h] = masked && rows.max[h] == NEG_INF ? NOTHING_SEEN : rows.max[h];
     }
     TileSums sums;
@@ -457,36 +457,36 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       exponentials<false>(S_reg, reference, p.scale_log2, sums);
     }
     float sum[HALVES] = {sums.of(0), sums.of(1)};
-    finish_tile(sum, tile, visible, false);   // the first scores may tell little of the row
+    finish_tile(sum, tile, visible, false);   // the first scores may not be representative of the row
   };
-  // A work tile's first K/V tile, or a further one that the mask cuts.
+  // A work tile's first K/V tile, or a further one that is partially masked or the first that some row sees.
   const auto cut_tile = [&](int tile, int first_whole, bool first) {
     wait_for_K();
     if (!first) wait_for_V(kv.previous());
-    ProductTurns::wait(consumer);
+    GemmOrder::wait(consumer);
     ptx::wgmma_fence();
     issue_QK(kv.stage);
     if (!first) issue_PV(kv.previous().stage);
-    ProductTurns::pass(consumer);
+    GemmOrder::pass(consumer);
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(S_reg);
     if (!first) ptx::wgmma_pin(O_reg);
     release(&smem.K_empty[kv.stage]);
     if (!first) release(&smem.V_empty[kv.previous().stage]);
-    settle(tile, CAUSAL || WINDOW || tile >= first_whole, first);
+    set_reference(tile, CAUSAL || WINDOW || tile >= first_whole, first);
     kv = kv.next();
   };
-  // A work tile's output leaves; nothing of it is left for the next.
-  const auto leave = [&](const Work& done) {
+  // Stores a work tile's output, and resets O and the row state for the next one.
+  const auto leave = [&](const WorkTile& done) {
     const int first_row = done.first_q_row + consumer * WGMMA_ROWS;
     float O_out[HEAD_DIM / 2];
 #pragma unroll
     for (int i = 0; i < HEAD_DIM / 2; ++i) O_out[i] = O_reg[i];
-    float weight[HALVES], sum[HALVES];   // the latter for the log-sum-exp, without the headroom, which would take its last bits
+    float weight[HALVES], sum[HALVES];   // `sum` is for the log-sum-exp, without the headroom, which would cost its last bits
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
       rows.max[h] -= HEADROOM;
-      weight[h] = O_reg[HEAD_DIM / 2 + 2 * h];   // the columns of ones: the same in all 8
+      weight[h] = O_reg[HEAD_DIM / 2 + 2 * h];   // from the columns of ones, all 8 of which are equal
       sum[h] = lanes_sum<ROW_LANES>(rows.sum[h]) * HEADROOM_FACTOR;
     }
     const AttentionParams& of_done = params_of(p, done);
@@ -505,24 +505,24 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     rows = {};
   };
 
-  ProductTurns::begin(consumer);
-  // Passes over a tile that the block needs and this consumer does not.
+  GemmOrder::begin(consumer);
+  // Skips a tile that the block needs and this consumer does not.
   const auto skip_tile = [&]() {
     wait_for_K();
-    __syncwarp();   // no lane still waits for a phase that an arrival could end for good
+    __syncwarp();   // all lanes have seen the phase complete before lane 0 releases the stage: its next fill could hide that phase
     release(&smem.K_empty[kv.stage]);
-    ProductTurns::wait(consumer);
-    ProductTurns::pass(consumer);
+    GemmOrder::wait(consumer);
+    GemmOrder::pass(consumer);
     wait_for_V(kv);
     __syncwarp();
     release(&smem.V_empty[kv.stage]);
     kv = kv.next();
   };
-  bool more = take();
+  bool more = next_work_tile();
   while (more) {
-    if constexpr (WIDE) not_mine = passed_over();   // not before the output has left: registers are short
+    if constexpr (WIDE) not_mine = tiles_skipped();   // computed after the output is stored: registers are scarce
     for (; not_mine > 0; --not_mine) skip_tile();
-    const int last_tile = first_tile(), last_whole = first_whole_tile();   // tiles come from the last to the first
+    const int last_tile = first_tile(), last_whole = first_whole_tile();   // tiles are processed last to first
     int tile = last_tile + num_tiles - 1;
     const int first_whole = whole_tiles();
     if constexpr (FIRST_APART) {
@@ -532,22 +532,22 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       cut_tile(tile--, first_whole, first);
     }
 
-    bool K_came = false, V_came = false;   // tested before it must be known, because an answer takes a while
+    bool K_ready = false, V_ready = false;   // tested before the tiles are needed, because an mbarrier test has latency
     for (; tile >= last_whole; --tile) {
-      if (!K_came) wait_for_K();
-      if (!V_came) wait_for_V(kv.previous());
-      ProductTurns::wait(consumer);
+      if (!K_ready) wait_for_K();
+      if (!V_ready) wait_for_V(kv.previous());
+      GemmOrder::wait(consumer);
       ptx::wgmma_fence();
       issue_QK(kv.stage);
       issue_PV(kv.previous().stage);
-      ProductTurns::pass(consumer);
-      ptx::wgmma_wait_group<1>();   // Q·K is done; P·V of the tile before is under way
+      GemmOrder::pass(consumer);
+      ptx::wgmma_wait_group<1>();   // the QK GEMM is complete; the previous tile's PV GEMM is in flight
       ptx::wgmma_pin(S_reg);
       release(&smem.K_empty[kv.stage]);
       const KvPlace after = kv.next();
-      K_came = ptx::mbarrier_test_wait_parity(&smem.K_full[after.stage], after.parity);
-      V_came = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity);
-      ptx::wgmma_wait_group<0>();   // so is P·V; it names no registers, and ptxas has some exponentials before it
+      K_ready = ptx::mbarrier_test_wait_parity(&smem.K_full[after.stage], after.parity);
+      V_ready = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity);
+      ptx::wgmma_wait_group<0>();   // the PV GEMM is complete, too; the wait names no registers: ptxas moves some exponentials before it
       ptx::wgmma_pin(O_reg);
       release(&smem.V_empty[kv.previous().stage]);
       cap_scores(S_reg, p);
@@ -561,28 +561,28 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       while (tile >= last_tile) cut_tile(tile--, first_whole, false);
     }
 
-    // The last P·V. Under it the next work tile is waited for, and taken before the output leaves.
-    Work done;
-    if constexpr (WIDE) done = give_back_Q();   // there is one buffer: the next Q comes under the GEMM
+    // The last PV GEMM. The wait for the next work tile overlaps it; the next work tile is read before the output is stored.
+    WorkTile done;
+    if constexpr (WIDE) done = release_Q();     // one Q buffer: the next Q is loaded under the last PV GEMM
     if (num_tiles > 0) {
       wait_for_V(kv.previous());
       ptx::wgmma_fence();
       issue_PV(kv.previous().stage);
-      wait_for_Q(count + 1);   // or word that there is no more
+      wait_for_Q(count + 1);   // or for NO_MORE in its place
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_pin(O_reg);
       release(&smem.V_empty[kv.previous().stage]);
       if constexpr (WINDOW) {
-        const Work& work = WIDE ? done : current();
+        const WorkTile& work = WIDE ? done : current();
         for (int left = last_tile - first_tile_of_rows(params_of(p, work), work.first_q_row); left > 0; --left) skip_tile();
       }
     }
-    if constexpr (!WIDE) done = give_back_Q();
-    more = take();
+    if constexpr (!WIDE) done = release_Q();
+    more = next_work_tile();
     leave(done);
   }
   if constexpr (ALIGNED && !WIDE) output_copied(lane);
-  ProductTurns::end(consumer);
+  GemmOrder::end(consumer);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -590,13 +590,13 @@ attention_early_launch(const __grid_constant__ AttentionParams p, const __grid_c
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
-  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);   // by a shuffle, so that ptxas sees one for a warp
+  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);   // broadcast from lane 0, so that it is warp-uniform to ptxas
   const int thread = threadIdx.x % WARPGROUP;
 
-  // The next kernel's blocks find room where one of these has ended; beside one that multiplies, only where blocks are small.
+  // The next kernel's blocks become resident where a block of this one has exited; next to a running one only if blocks are small.
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x == 0) {
-    if constexpr (ALIGNED) {   // the maps are arguments of the launch: no kernel writes them
+    if constexpr (ALIGNED) {   // the maps are kernel parameters: no kernel writes them
       ptx::prefetch_tensormap(&maps.Q);
       ptx::prefetch_tensormap(&maps.K);
       ptx::prefetch_tensormap(&maps.V);
@@ -610,10 +610,10 @@ attention_early_launch(const __grid_constant__ AttentionParams p, const __grid_c
       for (int i = threadIdx.x; i < STAGE_ONES; i += THREADS) smem.V[stage][TILE_KV * HEAD_DIM + i] = from_float<element>(1.0f);
     }
   }
-  ptx::fence_proxy_async_shared();   // the tensor cores will read what was written by plain stores
-  __syncthreads();   // the barriers exist, and the ones
+  ptx::fence_proxy_async_shared();   // makes the ordinary stores visible to the tensor cores (async proxy)
+  __syncthreads();   // the mbarriers are initialised, and the ones written
 
-  // Q, K and V may come from the kernel before this one, which may still use O and the counter: from here on global memory is touched.
+  // The previous kernel may produce Q, K and V and may still use O and the counter: global memory is accessed only after the wait.
   if (warpgroup == 0) {
     ptx::setmaxnreg_dec<PRODUCER_REGISTERS>();
     ptx::griddepcontrol_wait();

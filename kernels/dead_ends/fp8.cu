@@ -1,9 +1,9 @@
 // fp8: both GEMMs on e4m3. Parent: fp8_simulated.
-// Question: and when the tensor cores take FP8?
-// Change: wgmma on e4m3; K is rounded on its way into shared memory, V besides transposed, because FP8 operands are contiguous
-//         along the sum. V's keys are permuted there so that scores, rounded, are the first operand of P·V where they stand.
-// Layout: warpgroup w of block x works on rows x·TILE_Q + 64·w onwards. A tile in shared memory is of 8-row × 16-byte blocks.
-// Requires: sm_90a. (mma.sync on e4m3, which sm_89 has, becomes fp16 instructions there.)
+// Question: what do FP8 tensor cores gain when the inputs are 16-bit?
+// Change: wgmma on e4m3. Q, K and V are rounded on their way into shared memory, V is also transposed: FP8 operands must be contiguous
+//         along the reduction. V's keys are permuted so that the rounded score registers are the A operand of PV as they are.
+// Layout: warpgroup w of block x owns rows x·TILE_Q + 64·w onwards. A tile in shared memory consists of core matrices, 8 rows × 16 bytes.
+// Requires: sm_90a. (mma.sync on e4m3, which sm_89 has, compiles to fp16 instructions there.)
 #include "attention.cuh"
 #include "e4m3.cuh"
 #include "ptx.cuh"
@@ -11,18 +11,18 @@
 #include "reduce.cuh"
 
 constexpr int WARPGROUP = 128;
-constexpr int GROUP_ROWS = 64;        // rows of A and D of a wgmma
-constexpr int STEP = 32;              // numbers that one instruction sums over
-constexpr int HALVES = 2;             // rows of S and O that a lane holds: lane / 4 of its warp's 16, and that plus 8
+constexpr int GROUP_ROWS = 64;        // rows of A and D of one wgmma
+constexpr int STEP = 32;              // elements that one instruction sums over
+constexpr int HALVES = 2;             // rows of S and O that a lane holds: lane / 4 of its warp's 16 rows, and the one 8 below
 constexpr int ROW_LANES = 4;          // lanes that share a row
 constexpr int THREADS = NUM_WARPGROUPS * WARPGROUP;
 constexpr int TILE_Q = NUM_WARPGROUPS * GROUP_ROWS;
-constexpr int BLOCK_ROWS = 8;         // of a block in shared memory
-constexpr int BLOCK_COLS = 16;        // bytes
+constexpr int BLOCK_ROWS = 8;         // rows of a core matrix in shared memory
+constexpr int BLOCK_COLS = 16;        // bytes per row of a core matrix
 constexpr int BLOCK_BYTES = BLOCK_ROWS * BLOCK_COLS;
-constexpr int MIN_BLOCKS = TILE_KV > 64 ? 1 : 2;   // resident on an SM: twice the scores take twice the registers
-constexpr float PROB_LOG2_MAX = 8;    // probabilities are stored up to 2^8, to use e4m3's range down from its top
-static_assert(TILE_KV % STEP == 0 && HEAD_DIM % STEP == 0, "both sums are whole instructions");
+constexpr int MIN_BLOCKS = TILE_KV > 64 ? 1 : 2;   // resident per SM: twice the scores need twice the registers
+constexpr float PROB_LOG2_MAX = 8;    // probabilities are scaled by 2^8 before rounding, to use e4m3's range from the top down
+static_assert(TILE_KV % STEP == 0 && HEAD_DIM % STEP == 0, "TILE_KV and HEAD_DIM must be multiples of 32: an instruction's K");
 
 struct SharedStorage {
   alignas(128) unsigned char Q[NUM_WARPGROUPS][GROUP_ROWS * HEAD_DIM];   // (GROUP_ROWS, HEAD_DIM)
@@ -43,14 +43,14 @@ template <int ROW_BYTES>
 __device__ __forceinline__ unsigned long long tile_descriptor(const unsigned char* tile_smem) {
   return ptx::make_descriptor(tile_smem, BLOCK_BYTES, ROW_BYTES / BLOCK_COLS * BLOCK_BYTES, ptx::Swizzle::none);
 }
-constexpr unsigned long long STEP_DESCRIPTOR = STEP / BLOCK_COLS * BLOCK_BYTES / 16;   // to the next instruction's columns
+constexpr unsigned long long STEP_DESCRIPTOR = STEP / BLOCK_COLS * BLOCK_BYTES / 16;   // to the columns of the next instruction
 
 __device__ __forceinline__ Bytes read_e4m3(const element* head_gmem, long long row_stride, int row, int num_rows, int d) {
-  if (row >= num_rows) return {};   // a masked key still meets the product with V, and 0 · garbage may be NaN
+  if (row >= num_rows) return {};   // the PV GEMM also multiplies masked keys, and 0 · garbage may be NaN
   return to_e4m3(read_chunk(head_gmem + row * row_stride + d));
 }
 
-// The block rounds rows of Q or K into a tile.
+// The block rounds rows of Q or K to e4m3 and writes them to a tile.
 template <int ROWS>
 __device__ __forceinline__ void fill_rows(unsigned char* tile_smem, const element* head_gmem, long long row_stride,
                                           int first_row, int num_rows) {
@@ -62,8 +62,8 @@ __device__ __forceinline__ void fill_rows(unsigned char* tile_smem, const elemen
   }
 }
 
-// The block rounds and transposes rows of V. A thread takes 8 columns of the 4 keys that one lane has scores of: of 16 keys
-// these are 2·t, 2·t + 1, 2·t + 8 and 2·t + 9, and they become 4·t to 4·t + 3, which that lane must have of P.
+// The block rounds and transposes rows of V. Each thread handles 8 columns of the 4 keys whose scores one lane holds: of 16 keys these
+// are 2·t, 2·t + 1, 2·t + 8 and 2·t + 9. They move to positions 4·t to 4·t + 3, whose P that lane must hold as the A operand.
 __device__ __forceinline__ void fill_V(unsigned char* tile_smem, const element* head_gmem, long long row_stride,
                                        int first_row, int num_rows) {
 #pragma unroll 1
@@ -76,7 +76,7 @@ __device__ __forceinline__ void fill_V(unsigned char* tile_smem, const element* 
 #pragma unroll
     for (int w = 0; w < 2; ++w) {
 #pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {   // of columns: bytes 2·pair and 2·pair + 1 of the four words
+      for (int pair = 0; pair < 2; ++pair) {   // of columns: bytes 2·pair and 2·pair + 1 of the four rows' words
         const unsigned bytes = pair == 0 ? 0x5140 : 0x7362;
         const unsigned first = __byte_perm(row[0].word[w], row[1].word[w], bytes);
         const unsigned second = __byte_perm(row[2].word[w], row[3].word[w], bytes);
@@ -92,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp8(
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
-  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);   // by a shuffle, so that ptxas sees one for a warp
+  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);   // broadcast from lane 0, so that it is warp-uniform to ptxas
   const int warp = threadIdx.x % WARPGROUP / WARP;
   const int lane = threadIdx.x % WARP;
   const int first_q_row = blockIdx.x * TILE_Q;
@@ -113,17 +113,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp8(
 
   float O_reg[HEAD_DIM / 2] = {};   // x[4·j + 2·h + e]: row lane_row + 8·h, column 8·j + lane_col + e
   float row_max[HALVES] = {NEG_INF, NEG_INF};   // largest score so far, in units of log2; the same in the row's lanes
-  float row_sum[HALVES] = {};                   // this lane's share of the sum of 2^(score - row_max + PROB_LOG2_MAX)
+  float row_sum[HALVES] = {};                   // this lane's part of the sum of 2^(score - row_max + PROB_LOG2_MAX)
 
-  const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // the last row sees the most
+  const int block_keys = visible_keys(p, min(first_q_row + TILE_Q, p.q_len) - 1);   // largest for the last row
   for (int tile_key = 0; tile_key < block_keys; tile_key += TILE_KV) {
     __syncthreads();   // everyone is done with the previous tile
     fill_rows<TILE_KV>(smem.K, K_gmem, p.K.row_stride, tile_key, p.kv_len);
     fill_V(smem.V, V_gmem, p.V.row_stride, tile_key, p.kv_len);
-    ptx::fence_proxy_async_shared();   // the tensor cores will read what was written by plain stores
-    __syncthreads();                   // the tile is complete; the first time, Q too
+    ptx::fence_proxy_async_shared();   // makes the ordinary stores visible to the tensor cores (async proxy)
+    __syncthreads();                   // the tile is complete; in the first iteration, so is Q
 
-    float S_reg[TILE_KV / 2];   // as O_reg, of keys
+    float S_reg[TILE_KV / 2];   // laid out as O_reg, with keys as columns
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / STEP; ++k) {
@@ -133,10 +133,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp8(
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(S_reg);
 
-    unsigned P_reg[TILE_KV / STEP][4];   // a register: 4 neighbouring keys, as V has them, of one row
+    unsigned P_reg[TILE_KV / STEP][4];   // one register: 4 keys of one row, adjacent in V's permuted order
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
-      const int num_keys = visible_keys(p, lane_row + 8 * h) - tile_key - lane_col;   // of this tile, from this lane's first
+      const int num_keys = visible_keys(p, lane_row + 8 * h) - tile_key - lane_col;   // of this tile, counted from this lane's first
       float lane_max = NEG_INF;
 #pragma unroll
       for (int j = 0; j < TILE_KV / 8; ++j) {
@@ -148,8 +148,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp8(
         }
       }
       const float new_max = fmaxf(row_max[h], lanes_max<ROW_LANES>(lane_max));
-      const float reference = new_max == NEG_INF ? 0.0f : new_max;         // no key seen yet: -inf - -inf would be NaN
-      const float rescale = ptx::ex2_approx_ftz(row_max[h] - reference);   // 0 at the first keys
+      const float reference = new_max == NEG_INF ? 0.0f : new_max;         // no visible key yet: -inf - -inf would be NaN
+      const float rescale = ptx::ex2_approx_ftz(row_max[h] - reference);   // 0 for a row's first visible keys
       row_max[h] = new_max;
       row_sum[h] *= rescale;
 #pragma unroll
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) attention_fp8(
     const int q_row = lane_row + 8 * h;
     const float sum = lanes_sum<ROW_LANES>(row_sum[h]);
     if (q_row >= p.q_len) continue;
-    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 when the row sees no key
+    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 if the row has no visible key
     element* target = O_gmem + q_row * p.O.row_stride + lane_col;
 #pragma unroll
     for (int j = 0; j < HEAD_DIM / 8; ++j) {

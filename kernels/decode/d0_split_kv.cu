@@ -1,9 +1,9 @@
-// d0_split_kv: one query against a long cache. Parent: 08_swizzle.
-// Question: with one query row a sequence there is next to nothing to compute; how near does reading K and V once come to the
-//           memory's own speed, and a single short sequence to the time of an empty launch?
-// Change: a work tile is the rows of all query heads that share a K/V head, and its keys are split: over the blocks of a cluster,
-//         over a block's warps. No warp waits for another before the end, where the cluster combines through DSMEM.
-// Layout: as the parent's; a warp has a ring of its own for K and V, and packed row r is query row r / group of head r % group.
+// d0_split_kv: split-KV decoding, one query against a long KV cache. Parent: 08_swizzle.
+// Question: with one query row per sequence there is next to nothing to compute. How close does reading K and V once come to the
+//           memory bandwidth, and a single short sequence to the time of an empty launch?
+// Change: a work tile holds the rows of all query heads that share a K/V head. Its keys are split over the blocks of a cluster and
+//         over each block's warps. No warp waits for another before the end, where the cluster combines through DSMEM.
+// Layout: as the parent's. Each warp has its own ring for K and V; packed row r is query row r / group of head r % group.
 // Requires: clusters (sm_90), whose size the launcher chooses. A tile has 16 packed rows; each further tile reads K and V again.
 #include "attention.cuh"
 #include "mma.cuh"
@@ -13,32 +13,32 @@
 #include "tile.cuh"
 
 constexpr int THREADS = WARPS * WARP;
-constexpr int TILE_Q = MMA_M;                        // packed rows: what one MMA has; a larger group has more tiles
-constexpr int MAX_SPLITS = 16;                       // blocks a cluster
-constexpr int KEY_BLOCKS = STEP_KEYS / MMA_N;        // of 8 keys in a warp's step
-constexpr int COL_BLOCKS = HEAD_DIM / MMA_N;         // of 8 output columns
+constexpr int TILE_Q = MMA_M;                        // packed rows: M of one MMA; a larger group takes more tiles
+constexpr int MAX_SPLITS = 16;                       // blocks per cluster
+constexpr int KEY_BLOCKS = STEP_KEYS / MMA_N;        // blocks of 8 keys in a warp's step
+constexpr int COL_BLOCKS = HEAD_DIM / MMA_N;         // blocks of 8 output columns
 constexpr int D_STEPS = HEAD_DIM / MMA_K;
 constexpr int ROW_BYTES = HEAD_DIM * sizeof(element);
-constexpr int STEP_BYTES = STEP_KEYS * ROW_BYTES;    // of K or V
+constexpr int STEP_BYTES = STEP_KEYS * ROW_BYTES;    // of each of K and V
 constexpr int ROW_CHUNKS = HEAD_DIM / CHUNK;
-constexpr int COPY_ROWS = WARP / ROW_CHUNKS;         // rows that a warp copies by one instruction
-enum : int {   // for head dim 96, whose rows have 12 chunks; no constants, whose names would stand in the others' machine code
-  SWAPPED_CHUNKS = ROW_CHUNKS % MATRIX == 0 ? MATRIX : 4,   // of a row, that change places
+constexpr int COPY_ROWS = WARP / ROW_CHUNKS;         // rows that a warp copies with one instruction
+enum : int {   // for head dim 96 (12 chunks per row); an enum, as constants' names would appear in the other head dims' machine code
+  SWAPPED_CHUNKS = ROW_CHUNKS % MATRIX == 0 ? MATRIX : 4,   // size of the groups of chunks that the swizzle permutes
   COPY_LANES = COPY_ROWS * ROW_CHUNKS,                      // lanes of a warp with a chunk to copy
 };
-constexpr int PART = 4;                              // neighbouring columns that a thread combines: 16 bytes of FP32
-constexpr int ROW_PARTS = (HEAD_DIM / PART + MAX_SPLITS - 1) / MAX_SPLITS * MAX_SPLITS;   // that a cluster's blocks share evenly
-constexpr int PARTIAL_STRIDE = HEAD_DIM + 8;         // floats: 4 rows of an accumulator then meet all banks once
-constexpr float LOWEST = -0x1p100f;                  // below every score: the reference of a warp or block that saw no key
+constexpr int PART = 4;                              // adjacent columns that one thread combines: 16 bytes of FP32
+constexpr int ROW_PARTS = (HEAD_DIM / PART + MAX_SPLITS - 1) / MAX_SPLITS * MAX_SPLITS;   // rounded up: an even split over the cluster
+constexpr int PARTIAL_STRIDE = HEAD_DIM + 8;         // in floats: 4 rows of an accumulator cover every bank once
+constexpr float LOWEST = -0x1p100f;                  // below any realistic score: reference of a warp or block with no visible key
 static_assert(STEP_KEYS % MMA_K == 0, "STEP_KEYS must be a multiple of 16");
 static_assert(PIPELINE_STAGES >= 2, "a warp copies into one buffer while it reads another");
-static_assert(SPLITS <= MAX_SPLITS && (SPLITS & SPLITS - 1) == 0, "SPLITS is 0, for the launcher to choose, or 1, 2, 4, 8 or 16");
+static_assert(SPLITS <= MAX_SPLITS && (SPLITS & SPLITS - 1) == 0, "SPLITS must be 1, 2, 4, 8 or 16, or 0 if the launcher chooses");
 
 struct alignas(16) Part {
   float x[PART];
 };
 
-// A warp's buffers: STEP_KEYS rows of K, then as many of V.
+// One stage of a warp's ring: STEP_KEYS rows of K, then STEP_KEYS rows of V.
 struct Step {
   alignas(128) element K[STEP_KEYS * HEAD_DIM];
   alignas(128) element V[STEP_KEYS * HEAD_DIM];
@@ -46,12 +46,12 @@ struct Step {
 
 struct SharedStorage {
   union {
-    Step ring[WARPS][PIPELINE_STAGES];                    // while keys come
-    float O_warp[WARPS][TILE_Q][PARTIAL_STRIDE];          // after the last: the warps' outputs, not yet divided by their sums
+    Step ring[WARPS][PIPELINE_STAGES];                    // in the main loop
+    float O_warp[WARPS][TILE_Q][PARTIAL_STRIDE];          // after the main loop: the warps' outputs, not yet divided by their sums
   };
   float warp_max[WARPS][TILE_Q], warp_sum[WARPS][TILE_Q];
-  // Written by the cluster's blocks, each into its rank's place. Apart from the ring, because a block that is done sends while
-  // another still reads its own keys.
+  // Written through DSMEM by the cluster's blocks, each at the index of its own rank. Not part of the union, because a block that has
+  // finished sends its results while another still reads keys from its ring.
   Part O_split[TILE_Q * ROW_PARTS];                       // [rank][row][this block's Parts of a row]
   float split_max[MAX_SPLITS][TILE_Q], split_sum[MAX_SPLITS][TILE_Q];
 };
@@ -59,21 +59,21 @@ struct SharedStorage {
 extern "C" __device__ const SplitLaunchShape launch_shape = {
     {{THREADS, sizeof(SharedStorage), TILE_Q}, 0, SPLITS}, WARPS * STEP_KEYS};
 
-// Where chunk `chunk` of row `row` lies, in elements from the first: 8 rows of one chunk, which ldmatrix reads at once, are in
-// different banks.
+// Offset in elements of chunk `chunk` of row `row`. The swizzle places the 8 rows of one chunk column, which ldmatrix reads together,
+// in different banks.
 __device__ __forceinline__ int swizzled(int row, int chunk) {
   return row * HEAD_DIM + (chunk ^ row / (MATRIX / SWAPPED_CHUNKS) % SWAPPED_CHUNKS) * CHUNK;
 }
 
-// Where, in bytes, a row of ldmatrix is whose chunk is 2·d or 2·d + 1, when `at` is where it is for d = 0.
+// Byte address of an ldmatrix row whose chunk is 2·d or 2·d + 1, given its address `at` for d = 0.
 __device__ __forceinline__ unsigned chunks_at(unsigned at, int d) {
-  constexpr int SWAPPED = SWAPPED_CHUNKS * sizeof(Chunk);   // bytes within which chunks change places
+  constexpr int SWAPPED = SWAPPED_CHUNKS * sizeof(Chunk);   // span in bytes within which chunks are permuted
   const int distance = 2 * d * sizeof(Chunk);
   return (at ^ distance % SWAPPED) + distance / SWAPPED * SWAPPED;
 }
 
-// Copy 8 elements, or write zeros where there are none: a key that is masked still meets the GEMM with V, and 0 · garbage may be
-// NaN. cp.async returns at once, the caller commits the group and waits for it.
+// Copies 8 elements, or writes zeros if `exists` is false: a masked key still takes part in the PV GEMM, where 0 · garbage may be NaN.
+// cp.async returns immediately; the caller commits the group and waits for it.
 __device__ __forceinline__ void copy_chunk(element* target_smem, const element* source_gmem, bool exists) {
   if constexpr (ALIGNED) {
     ptx::cp_async_cg_16(target_smem, source_gmem, exists ? sizeof(Chunk) : 0);
@@ -84,7 +84,7 @@ __device__ __forceinline__ void copy_chunk(element* target_smem, const element* 
   }
 }
 
-// Two neighbouring elements in a register.
+// Reads two adjacent elements into one register.
 __device__ __forceinline__ unsigned read_pair(const element* source) {
   if constexpr (ALIGNED) return *reinterpret_cast<const unsigned*>(source);
   const element pair[2] = {source[0], source[1]};
@@ -95,35 +95,35 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 attention_d0_split_kv(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
-  ptx::cluster_arrive_relaxed();   // this block runs: waited for before the first write into another block's shared memory
+  ptx::cluster_arrive_relaxed();   // signals that this block has started; waited for before the first DSMEM write
 
-  const int warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP, 0);   // a shuffle tells the compiler that a warp has but one
+  const int warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP, 0);   // the shuffle tells the compiler that the value is warp-uniform
   const int lane = threadIdx.x % WARP;
-  const int log2_splits = __ffs(ptx::cluster_nctarank()) - 1;   // a power of two: shifts where divisions would delay the first load
+  const int log2_splits = __ffs(ptx::cluster_nctarank()) - 1;   // a power of two: shifts, since divisions would delay the first load
   const int splits = 1 << log2_splits;
   const int split = ptx::cluster_ctarank();
   const int kv_head = blockIdx.y;
   const int batch = blockIdx.z;
-  const int group = p.q_heads / p.kv_heads;                        // query heads of a K/V head
-  const int first_row = (blockIdx.x >> log2_splits) * TILE_Q;      // of the packed ones
+  const int group = p.q_heads / p.kv_heads;                        // query heads per K/V head
+  const int first_row = (blockIdx.x >> log2_splits) * TILE_Q;      // in packed rows
   const int num_rows = min(TILE_Q, group * p.q_len - first_row);
-  // The query row of a packed row: a quotient of small numbers, which half a row more keeps away from the next whole number.
+  // Query row of a packed row. The operands are small, and adding half a row keeps the quotient away from the next integer.
   const float inv_group = __fdividef(1.0f, group);
   const auto q_row_of = [&](int row) { return static_cast<int>((first_row + row + 0.5f) * inv_group); };
   const auto head_of_row = [&](int row) { return kv_head * group + first_row + row - q_row_of(row) * group; };
-  const auto row_of = [&](const TensorView& tensor, int row) {   // in Q or O
+  const auto row_of = [&](const TensorView& tensor, int row) {   // address of a packed row in Q or O
     return head_of(tensor, batch, head_of_row(row)) + q_row_of(row) * tensor.row_stride;
   };
-  const int tile_keys = visible_keys(p, q_row_of(num_rows - 1));   // the last row sees the most
-  const int full_keys = visible_keys(p, q_row_of(0));              // the first the fewest: up to here nothing is masked
-  const int tile_first = first_key(p, q_row_of(0));                // in a window: the first row's begins first
-  const int full_first = first_key(p, q_row_of(num_rows - 1));     // and the last row's last
+  const int tile_keys = visible_keys(p, q_row_of(num_rows - 1));   // largest for the last row
+  const int full_keys = visible_keys(p, q_row_of(0));              // the first row sees the fewest: up to here nothing is masked
+  const int tile_first = first_key(p, q_row_of(0));                // with a window: the first row's window begins first
+  const int full_first = first_key(p, q_row_of(num_rows - 1));     // and the last row's window begins last
 
   const element* K_gmem = head_of(p.K, batch, kv_head);   // (kv_len, HEAD_DIM)
   const element* V_gmem = head_of(p.V, batch, kv_head);   // (kv_len, HEAD_DIM)
 
-  // The tile's keys in steps of STEP_KEYS: a range of them for each block, dealt out to its warps, so that the block reads
-  // one contiguous stretch of K and V. A block or warp may get none.
+  // The tile's keys in steps of STEP_KEYS: each block takes a contiguous range of steps and deals them out round-robin to its warps, so
+  // that it reads one contiguous stretch of K and V. A block or warp may get none.
   const int hidden_steps = tile_first / STEP_KEYS;   // before every row's window
   const unsigned num_steps = (tile_keys + STEP_KEYS - 1) / STEP_KEYS - hidden_steps;
   const int first_step = hidden_steps + static_cast<int>(num_steps * split >> log2_splits) + warp;
@@ -133,14 +133,14 @@ attention_d0_split_kv(const __grid_constant__ AttentionParams p) {
   Step* ring = smem.ring[warp];
   const int copy_row = lane / ROW_CHUNKS, copy_chunk_id = lane % ROW_CHUNKS;
   const bool copies = COPY_LANES == WARP || lane < COPY_LANES;
-  // This lane's chunk of the first row it copies; pointers that walk save computing addresses.
+  // This lane's chunk of the first row that it copies. Incrementing the pointers saves recomputing addresses.
   const long long first_copied = static_cast<long long>(first_step) * STEP_KEYS + copy_row;
   const element* K_source = K_gmem + first_copied * p.K.row_stride + copy_chunk_id * CHUNK;
   const element* V_source = V_gmem + first_copied * p.V.row_stride + copy_chunk_id * CHUNK;
-  // The warp's step number `i` into its ring's buffer `slot`; past the last nothing.
+  // Copies the warp's step `i` into buffer `slot` of its ring; does nothing past the last step.
   const auto fetch = [&](int i, int slot) {
     if (i >= warp_steps || !copies) return;
-    const int num_keys = tile_keys - (first_step + i * WARPS) * STEP_KEYS;   // from the step's first key on
+    const int num_keys = tile_keys - (first_step + i * WARPS) * STEP_KEYS;   // keys from the step's first one on
     const int hidden_keys = tile_first - (first_step + i * WARPS) * STEP_KEYS;   // before every row's window
 #pragma unroll
     for (int row = 0; row < STEP_KEYS; row += COPY_ROWS) {
@@ -164,19 +164,19 @@ attention_d0_split_kv(const __grid_constant__ AttentionParams p) {
     ptx::cp_async_commit_group();
   }
 
-  // Where this lane's row of a 16 × 16 tile is, in bytes from the tile's first.
+  // This lane's ldmatrix offset in a 16 × 16 tile, in bytes.
   const unsigned of_rows = swizzled(lane_row_of_rows(lane), lane_chunk_of_rows(lane)) * sizeof(element);            // Q and V
   const unsigned of_columns = swizzled(lane_row_of_columns(lane), lane_chunk_of_columns(lane)) * sizeof(element);   // K
-  const unsigned ring_at = warp * PIPELINE_STAGES * sizeof(Step);   // of shared memory, in bytes
-  const int lane_row = lane / ROW_LANES;              // of the two rows it holds of an accumulator, the first
-  const int lane_col = lane % ROW_LANES * 2;          // of the two columns, the first
+  const unsigned ring_at = warp * PIPELINE_STAGES * sizeof(Step);   // byte offset in shared memory
+  const int lane_row = lane / ROW_LANES;              // first of the two accumulator rows that this lane holds
+  const int lane_col = lane % ROW_LANES * 2;          // first of the two adjacent columns that it holds
 
-  // Maxima are taken of scores before they are scaled, so the scale must be positive: a negative one's sign goes into Q, and where
-  // it is 0, Q is.
+  // The row maximum is taken over unscaled scores, so the scale must be positive: the sign of a negative scale is applied to Q, and for
+  // a scale of 0, Q is set to 0.
   const float scale_log2 = p.scale_log2 == 0.0f ? 1.0f : fabsf(p.scale_log2);
   const unsigned sign = p.scale_log2 < 0.0f ? 0x80008000u : 0u;
-  // Q goes straight to the registers, while the first keys are on their way: it is little, and each warp needs all of it. Rows past
-  // the last are 0.
+  // Q is loaded directly into registers while the first keys are in flight: it is small, and every warp needs all of it. Rows past the
+  // last are 0.
   unsigned Q_frag[D_STEPS][4] = {};
 #pragma unroll
   for (int half = 0; half < HALVES; ++half) {
@@ -187,13 +187,13 @@ attention_d0_split_kv(const __grid_constant__ AttentionParams p) {
     for (int i = 0; i < 2 * D_STEPS; ++i) Q_frag[i / 2][i % 2 * 2 + half] = read_pair(Q_gmem + i * MMA_N) ^ sign;
   }
 
-  float O_reg[COL_BLOCKS][4] = {};              // (16, HEAD_DIM) of the warp's own keys
-  float row_max[HALVES] = {LOWEST, LOWEST};     // reference of the exponentials, in units of log2; the same in the 4 lanes of a row
-  float row_sum[HALVES] = {};                   // this lane's share of the sum of 2^(score - row_max)
+  float O_reg[COL_BLOCKS][4] = {};              // (16, HEAD_DIM), over the warp's own keys
+  float row_max[HALVES] = {LOWEST, LOWEST};     // reference of the exponentials, in log2 units; the same in the 4 lanes of a row
+  float row_sum[HALVES] = {};                   // this lane's partial sum of 2^(score - row_max)
   int slot = 0;
   for (int i = 0; i < warp_steps; ++i) {
-    ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this lane's chunks of this step have landed
-    __syncwarp();                                      // the warp's have; and it is done with the buffer that is next to be filled
+    ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this lane's chunks of this step have arrived
+    __syncwarp();                                      // the whole warp's have, and all lanes are done with the buffer filled next
     fetch(i + PIPELINE_STAGES - 1, slot == 0 ? PIPELINE_STAGES - 1 : slot - 1);
     ptx::cp_async_commit_group();
     const unsigned K_at = ring_at + slot * sizeof(Step) + of_columns;
@@ -221,12 +221,12 @@ attention_d0_split_kv(const __grid_constant__ AttentionParams p) {
 #endif
 
     const int step_key = (first_step + i * WARPS) * STEP_KEYS;
-    if (step_key + STEP_KEYS > full_keys || WINDOW && step_key < full_first) {   // some row does not see some key
+    if (step_key + STEP_KEYS > full_keys || WINDOW && step_key < full_first) {   // some key is masked for some row
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int q_row = q_row_of(e / 2 * MATRIX + lane_row), column = step_key + lane_col + e % 2;
-        const int num_keys = visible_keys(p, q_row) - column;   // of this step, from this column on
-        const int hidden_keys = first_key(p, q_row) - column;   // before the row's window
+        const int num_keys = visible_keys(p, q_row) - column;   // visible keys from this column on
+        const int hidden_keys = first_key(p, q_row) - column;   // keys from this column on that precede the row's window
 #pragma unroll
         for (int j = 0; j < KEY_BLOCKS; ++j) {
           if (j * MMA_N >= num_keys || WINDOW && j * MMA_N < hidden_keys) S_reg[j][e] = NEG_INF;
@@ -244,10 +244,10 @@ attention_d0_split_kv(const __grid_constant__ AttentionParams p) {
       new_max[half] = fmaxf(row_max[half], __fmul_rn(lanes_max<ROW_LANES>(step_max), scale_log2));
       grown |= new_max[half] > row_max[half] + LAZY_RESCALE;
     }
-    if (__any_sync(FULL_WARP, grown)) {   // else the old reference will do
+    if (__any_sync(FULL_WARP, grown)) {   // otherwise the old reference is kept
 #pragma unroll
       for (int half = 0; half < HALVES; ++half) {
-        const float rescale = ptx::ex2_approx_ftz(row_max[half] - new_max[half]);   // 0 at the first keys
+        const float rescale = ptx::ex2_approx_ftz(row_max[half] - new_max[half]);   // 0 for a row's first visible keys
         row_max[half] = new_max[half];
         row_sum[half] *= rescale;
 #pragma unroll
@@ -258,9 +258,9 @@ attention_d0_split_kv(const __grid_constant__ AttentionParams p) {
       }
     }
 
-    // Two blocks of 8 columns of an accumulator lie as one of 16 of the next GEMM's first operand does.
-    // A score is scaled and rounded as the maximum was before that is subtracted: fused, the rounding of one alone stays in the
-    // difference, which for the largest of inputs is thousands of powers of two. Here there is time for it.
+    // Two 8-column blocks of an accumulator have the register layout of one 16-column A fragment of the next GEMM.
+    // A score is scaled and rounded as the maximum was, and only then is the maximum subtracted. With a fused multiply-add the rounding
+    // error of the maximum would remain: thousands, in the exponent, for the largest inputs. The extra instruction is affordable here.
 #pragma unroll
     for (int k = 0; k < STEP_KEYS / MMA_K; ++k) {
       unsigned P_frag[4];
@@ -282,9 +282,9 @@ attention_d0_split_kv(const __grid_constant__ AttentionParams p) {
     }
   }
 
-  // The warps' parts meet in shared memory, where the rings were.
-  ptx::cp_async_wait_group<0>();   // none is left: the loop has waited for each step that was fetched; the rings end here
-  __syncthreads();                 // everyone is done with its ring
+  // The warps' partial results are combined in shared memory, in place of the rings.
+  ptx::cp_async_wait_group<0>();   // nothing is pending: the loop waited for every fetched step; the rings are no longer used
+  __syncthreads();                 // all warps are done with their rings
 #pragma unroll
   for (int half = 0; half < HALVES; ++half) {
     const int row = half * MATRIX + lane_row;
@@ -299,17 +299,17 @@ attention_d0_split_kv(const __grid_constant__ AttentionParams p) {
           make_float2(O_reg[j][2 * half], O_reg[j][2 * half + 1]);
     }
   }
-  __syncthreads();       // they are all there
-  ptx::cluster_wait();   // and so are the cluster's blocks, since long
+  __syncthreads();       // all warps' partial results are in shared memory
+  ptx::cluster_wait();   // all blocks of the cluster have started, long before this
 
-  // The block's part of the tile goes to the cluster: to each rank its Parts of every row, maxima and sums to all.
+  // Sends the block's partial result to the cluster: to each rank its Parts of every row, and to all ranks the maxima and sums.
   const auto block_max = [&](int row) {
     float max = smem.warp_max[0][row];
 #pragma unroll
     for (int w = 1; w < WARPS; ++w) max = fmaxf(max, smem.warp_max[w][row]);
     return max;
   };
-  const int rank_parts = ROW_PARTS >> log2_splits;   // of a row
+  const int rank_parts = ROW_PARTS >> log2_splits;   // per row
   for (int i = threadIdx.x; i < num_rows * ROW_PARTS; i += THREADS) {
     const int row = i / ROW_PARTS, part_id = i % ROW_PARTS, rank = part_id * splits / ROW_PARTS;
     if (HEAD_DIM < ROW_PARTS * PART && part_id * PART >= HEAD_DIM) continue;
@@ -318,7 +318,7 @@ attention_d0_split_kv(const __grid_constant__ AttentionParams p) {
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
       const Part part = *reinterpret_cast<const Part*>(&smem.O_warp[w][row][part_id * PART]);
-      const float weight = ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);   // of a warp that saw no key 0, or 1 where none did
+      const float weight = ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);   // 0 if the warp saw no key, or 1 if no warp did
 #pragma unroll
       for (int c = 0; c < PART; ++c) sum.x[c] = fmaf(weight, part.x[c], sum.x[c]);
     }
@@ -333,9 +333,9 @@ attention_d0_split_kv(const __grid_constant__ AttentionParams p) {
     *ptx::mapa(&smem.split_max[split][row], rank) = max;
     *ptx::mapa(&smem.split_sum[split][row], rank) = sum;
   }
-  __syncwarp();          // the barrier takes whole warps, and the loops may have parted their lanes
+  __syncwarp();          // cluster_arrive is .aligned, and the loops may have diverged
   ptx::cluster_arrive();
-  ptx::cluster_wait();   // everything sent here has come; nobody touches another block's memory from here on, so each may end
+  ptx::cluster_wait();   // all data sent to this block has arrived; no block accesses another's memory from here on, so each may exit
 
   for (int i = threadIdx.x; i < num_rows * rank_parts; i += THREADS) {
     const int row = i * splits / ROW_PARTS, col = (split * rank_parts + i % rank_parts) * PART;
@@ -352,7 +352,7 @@ attention_d0_split_kv(const __grid_constant__ AttentionParams p) {
 #pragma unroll
       for (int c = 0; c < PART; ++c) O.x[c] = fmaf(weight, part.x[c], O.x[c]);
     }
-    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 when the row sees no key
+    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 if the row has no visible key
     element* O_gmem = row_of(p.O, row) + col;
     if constexpr (ALIGNED) {
       *reinterpret_cast<uint2*>(O_gmem) = make_uint2(pack(O.x[0] * inv_sum, O.x[1] * inv_sum, element{}),

@@ -1,10 +1,10 @@
 // d1_paged_kv: keys and values in pages. Parent: d0_split_kv.
-// Question: a serving engine keeps its cache in pages, and every sequence has another length; what does it cost to look up the page
-//           of each key, and do small pages still stream?
-// Change: the addresses of K and V come from a page table in global memory, the keys of a sequence from an array of lengths. A warp
-//         reads page numbers one to a lane, for as many steps as that makes, and long before it needs them.
+// Question: a serving engine keeps its KV cache in pages, and its sequences differ in length. What does looking up each key's page
+//           cost, and does the kernel still reach the memory bandwidth with small pages?
+// Change: the addresses of K and V come from a page table in global memory, and the sequence lengths from an array. A warp loads
+//         one page number per lane, which lasts for several steps, long before it needs them.
 // Layout: as the parent's. K and V are pools of pages, in any order (paged.cuh).
-// Requires: as the parent. Pages of a power of two keys.
+// Requires: as the parent. The page size is a power of two.
 #include "attention.cuh"
 #include "mma.cuh"
 #include "paged.cuh"
@@ -14,36 +14,36 @@
 #include "tile.cuh"
 
 constexpr int THREADS = WARPS * WARP;
-constexpr int TILE_Q = MMA_M;                        // packed rows: what one MMA has; a larger group has more tiles
-constexpr int MAX_SPLITS = 16;                       // blocks a cluster
-constexpr int KEY_BLOCKS = STEP_KEYS / MMA_N;        // of 8 keys in a warp's step
-constexpr int COL_BLOCKS = HEAD_DIM / MMA_N;         // of 8 output columns
+constexpr int TILE_Q = MMA_M;                        // packed rows: M of one MMA; a larger group takes more tiles
+constexpr int MAX_SPLITS = 16;                       // blocks per cluster
+constexpr int KEY_BLOCKS = STEP_KEYS / MMA_N;        // blocks of 8 keys in a warp's step
+constexpr int COL_BLOCKS = HEAD_DIM / MMA_N;         // blocks of 8 output columns
 constexpr int D_STEPS = HEAD_DIM / MMA_K;
 constexpr int ROW_BYTES = HEAD_DIM * sizeof(element);
-constexpr int STEP_BYTES = STEP_KEYS * ROW_BYTES;    // of K or V
+constexpr int STEP_BYTES = STEP_KEYS * ROW_BYTES;    // of each of K and V
 constexpr int ROW_CHUNKS = HEAD_DIM / CHUNK;
-constexpr int COPY_ROWS = WARP / ROW_CHUNKS;         // rows that a warp copies by one instruction
-enum : int {   // for head dim 96, whose rows have 12 chunks; no constants, whose names would stand in the others' machine code
-  SWAPPED_CHUNKS = ROW_CHUNKS % MATRIX == 0 ? MATRIX : 4,   // of a row, that change places
+constexpr int COPY_ROWS = WARP / ROW_CHUNKS;         // rows that a warp copies with one instruction
+enum : int {   // for head dim 96 (12 chunks per row); an enum, as constants' names would appear in the other head dims' machine code
+  SWAPPED_CHUNKS = ROW_CHUNKS % MATRIX == 0 ? MATRIX : 4,   // size of the groups of chunks that the swizzle permutes
   COPY_LANES = COPY_ROWS * ROW_CHUNKS,                      // lanes of a warp with a chunk to copy
 };
 constexpr int STEP_PAGES = STEP_KEYS > PAGE_SIZE ? STEP_KEYS / PAGE_SIZE : 1;
-constexpr int BATCH_STEPS = WARP / STEP_PAGES;       // whose page numbers a warp holds at a time
-constexpr int PART = 4;                              // neighbouring columns that a thread combines: 16 bytes of FP32
-constexpr int ROW_PARTS = (HEAD_DIM / PART + MAX_SPLITS - 1) / MAX_SPLITS * MAX_SPLITS;   // that a cluster's blocks share evenly
-constexpr int PARTIAL_STRIDE = HEAD_DIM + 8;         // floats: 4 rows of an accumulator then meet all banks once
-constexpr float LOWEST = -0x1p100f;                  // below every score: the reference of a warp or block that saw no key
+constexpr int BATCH_STEPS = WARP / STEP_PAGES;       // steps whose page numbers a warp holds at a time
+constexpr int PART = 4;                              // adjacent columns that one thread combines: 16 bytes of FP32
+constexpr int ROW_PARTS = (HEAD_DIM / PART + MAX_SPLITS - 1) / MAX_SPLITS * MAX_SPLITS;   // rounded up: an even split over the cluster
+constexpr int PARTIAL_STRIDE = HEAD_DIM + 8;         // in floats: 4 rows of an accumulator cover every bank once
+constexpr float LOWEST = -0x1p100f;                  // below any realistic score: reference of a warp or block with no visible key
 static_assert(STEP_KEYS % MMA_K == 0, "STEP_KEYS must be a multiple of 16");
-static_assert(STEP_KEYS <= WARP, "a warp holds a page number for each key of a step");
+static_assert(STEP_KEYS <= WARP, "a warp holds one page number per lane, so a step has at most WARP keys");
 static_assert((PAGE_SIZE & PAGE_SIZE - 1) == 0, "PAGE_SIZE must be a power of two");
 static_assert(PIPELINE_STAGES >= 2, "a warp copies into one buffer while it reads another");
-static_assert(SPLITS <= MAX_SPLITS && (SPLITS & SPLITS - 1) == 0, "SPLITS is 0, for the launcher to choose, or 1, 2, 4, 8 or 16");
+static_assert(SPLITS <= MAX_SPLITS && (SPLITS & SPLITS - 1) == 0, "SPLITS must be 1, 2, 4, 8 or 16, or 0 if the launcher chooses");
 
 struct alignas(16) Part {
   float x[PART];
 };
 
-// A warp's buffers: STEP_KEYS rows of K, then as many of V.
+// One stage of a warp's ring: STEP_KEYS rows of K, then STEP_KEYS rows of V.
 struct Step {
   alignas(128) element K[STEP_KEYS * HEAD_DIM];
   alignas(128) element V[STEP_KEYS * HEAD_DIM];
@@ -51,12 +51,12 @@ struct Step {
 
 struct SharedStorage {
   union {
-    Step ring[WARPS][PIPELINE_STAGES];                    // while keys come
-    float O_warp[WARPS][TILE_Q][PARTIAL_STRIDE];          // after the last: the warps' outputs, not yet divided by their sums
+    Step ring[WARPS][PIPELINE_STAGES];                    // in the main loop
+    float O_warp[WARPS][TILE_Q][PARTIAL_STRIDE];          // after the main loop: the warps' outputs, not yet divided by their sums
   };
   float warp_max[WARPS][TILE_Q], warp_sum[WARPS][TILE_Q];
-  // Written by the cluster's blocks, each into its rank's place. Apart from the ring, because a block that is done sends while
-  // another still reads its own keys.
+  // Written through DSMEM by the cluster's blocks, each at the index of its own rank. Not part of the union, because a block that has
+  // finished sends its results while another still reads keys from its ring.
   Part O_split[TILE_Q * ROW_PARTS];                       // [rank][row][this block's Parts of a row]
   float split_max[MAX_SPLITS][TILE_Q], split_sum[MAX_SPLITS][TILE_Q];
 };
@@ -64,21 +64,21 @@ struct SharedStorage {
 extern "C" __device__ const SplitLaunchShape launch_shape = {
     {{THREADS, sizeof(SharedStorage), TILE_Q}, 0, SPLITS}, WARPS * STEP_KEYS};
 
-// Where chunk `chunk` of row `row` lies, in elements from the first: 8 rows of one chunk, which ldmatrix reads at once, are in
-// different banks.
+// Offset in elements of chunk `chunk` of row `row`. The swizzle places the 8 rows of one chunk column, which ldmatrix reads together,
+// in different banks.
 __device__ __forceinline__ int swizzled(int row, int chunk) {
   return row * HEAD_DIM + (chunk ^ row / (MATRIX / SWAPPED_CHUNKS) % SWAPPED_CHUNKS) * CHUNK;
 }
 
-// Where, in bytes, a row of ldmatrix is whose chunk is 2·d or 2·d + 1, when `at` is where it is for d = 0.
+// Byte address of an ldmatrix row whose chunk is 2·d or 2·d + 1, given its address `at` for d = 0.
 __device__ __forceinline__ unsigned chunks_at(unsigned at, int d) {
-  constexpr int SWAPPED = SWAPPED_CHUNKS * sizeof(Chunk);   // bytes within which chunks change places
+  constexpr int SWAPPED = SWAPPED_CHUNKS * sizeof(Chunk);   // span in bytes within which chunks are permuted
   const int distance = 2 * d * sizeof(Chunk);
   return (at ^ distance % SWAPPED) + distance / SWAPPED * SWAPPED;
 }
 
-// Copy 8 elements, or write zeros where there are none: a key that is masked still meets the GEMM with V, and 0 · garbage may be
-// NaN. cp.async returns at once, the caller commits the group and waits for it.
+// Copies 8 elements, or writes zeros if `exists` is false: a masked key still takes part in the PV GEMM, where 0 · garbage may be NaN.
+// cp.async returns immediately; the caller commits the group and waits for it.
 __device__ __forceinline__ void copy_chunk(element* target_smem, const element* source_gmem, bool exists) {
   if constexpr (ALIGNED) {
     ptx::cp_async_cg_16(target_smem, source_gmem, exists ? sizeof(Chunk) : 0);
@@ -89,7 +89,7 @@ __device__ __forceinline__ void copy_chunk(element* target_smem, const element* 
   }
 }
 
-// Two neighbouring elements in a register.
+// Reads two adjacent elements into one register.
 __device__ __forceinline__ unsigned read_pair(const element* source) {
   if constexpr (ALIGNED) return *reinterpret_cast<const unsigned*>(source);
   const element pair[2] = {source[0], source[1]};
@@ -100,27 +100,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_constant__ PagedCache cache) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
-  ptx::cluster_arrive_relaxed();   // this block runs: waited for before the first write into another block's shared memory
+  ptx::cluster_arrive_relaxed();   // signals that this block has started; waited for before the first DSMEM write
 
-  const int warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP, 0);   // a shuffle tells the compiler that a warp has but one
+  const int warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP, 0);   // the shuffle tells the compiler that the value is warp-uniform
   const int lane = threadIdx.x % WARP;
-  const int log2_splits = __ffs(ptx::cluster_nctarank()) - 1;   // a power of two: shifts where divisions would delay the first load
+  const int log2_splits = __ffs(ptx::cluster_nctarank()) - 1;   // a power of two: shifts, since divisions would delay the first load
   const int splits = 1 << log2_splits;
   const int split = ptx::cluster_ctarank();
   const int kv_head = blockIdx.y;
   const int batch = blockIdx.z;
-  const int group = p.q_heads / p.kv_heads;                        // query heads of a K/V head
-  const int first_row = (blockIdx.x >> log2_splits) * TILE_Q;      // of the packed ones
+  const int group = p.q_heads / p.kv_heads;                        // query heads per K/V head
+  const int first_row = (blockIdx.x >> log2_splits) * TILE_Q;      // in packed rows
   const int num_rows = min(TILE_Q, group * p.q_len - first_row);
-  // The query row of a packed row: a quotient of small numbers, which half a row more keeps away from the next whole number.
+  // Query row of a packed row. The operands are small, and adding half a row keeps the quotient away from the next integer.
   const float inv_group = __fdividef(1.0f, group);
   const auto q_row_of = [&](int row) { return static_cast<int>((first_row + row + 0.5f) * inv_group); };
   const auto head_of_row = [&](int row) { return kv_head * group + first_row + row - q_row_of(row) * group; };
-  const auto row_of = [&](const TensorView& tensor, int row) {   // in Q or O
+  const auto row_of = [&](const TensorView& tensor, int row) {   // address of a packed row in Q or O
     return head_of(tensor, batch, head_of_row(row)) + q_row_of(row) * tensor.row_stride;
   };
   const int length = cached_keys(p, cache, batch);
-  // Keys that a query row sees, of those of its sequence; the last query is at the sequence's end.
+  // Keys of its sequence that a query row sees; the last query is aligned with the sequence's end.
 #if WINDOW
   const int right = CAUSAL ? 0 : p.window_right;
   const auto keys_of_row = [&](int q_row) { return max(0, min(length, q_row + 1 + length - p.q_len + right)); };
@@ -129,16 +129,16 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
   const auto keys_of_row = [&](int q_row) { return CAUSAL ? max(0, min(length, q_row + 1 + length - p.q_len)) : length; };
   const auto first_of_row = [](int) { return 0; };
 #endif
-  const int tile_keys = keys_of_row(q_row_of(num_rows - 1));   // the last row sees the most
-  const int full_keys = keys_of_row(q_row_of(0));              // the first the fewest: up to here nothing is masked
-  const int tile_first = first_of_row(q_row_of(0));            // in a window: the first row's begins first
-  const int full_first = first_of_row(q_row_of(num_rows - 1));   // and the last row's last
+  const int tile_keys = keys_of_row(q_row_of(num_rows - 1));   // largest for the last row
+  const int full_keys = keys_of_row(q_row_of(0));              // the first row sees the fewest: up to here nothing is masked
+  const int tile_first = first_of_row(q_row_of(0));            // with a window: the first row's window begins first
+  const int full_first = first_of_row(q_row_of(num_rows - 1));   // and the last row's window begins last
 
   const element* K_gmem = head_of(p.K, 0, kv_head);   // (PAGE_SIZE, HEAD_DIM) of page 0
   const element* V_gmem = head_of(p.V, 0, kv_head);   // (PAGE_SIZE, HEAD_DIM) of page 0
 
-  // The tile's keys in steps of STEP_KEYS: a range of them for each block, dealt out to its warps, so that the block reads
-  // keys that follow each other. A block or warp may get none.
+  // The tile's keys in steps of STEP_KEYS: each block takes a contiguous range of steps and deals them out round-robin to its warps, so
+  // that it reads consecutive keys. A block or warp may get none.
   const int hidden_steps = tile_first / STEP_KEYS;   // before every row's window
   const unsigned num_steps = (tile_keys + STEP_KEYS - 1) / STEP_KEYS - hidden_steps;
   const int first_step = hidden_steps + static_cast<int>(num_steps * split >> log2_splits) + warp;
@@ -148,17 +148,17 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
   Step* ring = smem.ring[warp];
   const int copy_row = lane / ROW_CHUNKS, copy_chunk_id = lane % ROW_CHUNKS;
   const bool copies = COPY_LANES == WARP || lane < COPY_LANES;
-  // Page numbers come a batch of steps ahead, one to a lane: a load that is used at once would wait in line behind all the keys that
-  // are on their way. So they are not looked at before their batch is due.
+  // Page numbers are loaded one batch of steps ahead, one per lane: a load whose result is used immediately would queue behind all the
+  // keys in flight. So they are not examined before their batch is due.
   const int* page_table = cache.page_table + batch * cache.table_stride;
-  const auto read_pages = [&](int first) {   // of the batch that begins with the warp's step number `first`
+  const auto read_pages = [&](int first) {   // for the batch that starts at the warp's step `first`
     const int key = (first_step + (first + lane / STEP_PAGES) * WARPS) * STEP_KEYS + lane % STEP_PAGES * PAGE_SIZE;
-    // A page before every row's window may have been given away, and its number be none.
+    // A page before every row's window may have been freed, and its page number may be invalid.
     const bool seen = key < tile_keys && (!WINDOW || key + STEP_KEYS / STEP_PAGES > tile_first);
     return seen ? page_table[key / PAGE_SIZE] : 0;
   };
   int pages = checked_page(cache, read_pages(0)), next_pages = read_pages(BATCH_STEPS);
-  // The warp's step number `i` into its ring's buffer `slot`; past the last nothing. Called for one step after the other.
+  // Copies the warp's step `i` into buffer `slot` of its ring; does nothing past the last step. Called for consecutive steps.
   const auto fetch = [&](int i, int slot) {
     if (i >= warp_steps) return;
     if (i > 0 && i % BATCH_STEPS == 0) {
@@ -175,7 +175,7 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
         if (STEP_PAGES > 1 || first == 0) {
           source = page0 + page * tensor.batch_stride + (first_key + row) % PAGE_SIZE * tensor.row_stride + copy_chunk_id * CHUNK;
         } else {
-          source += COPY_ROWS * tensor.row_stride;   // in the same page
+          source += COPY_ROWS * tensor.row_stride;   // still in the same page
         }
         const int key = first_key + row;
         const bool exists = page >= 0 && key < tile_keys && (!WINDOW || key >= tile_first);
@@ -192,19 +192,19 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
     ptx::cp_async_commit_group();
   }
 
-  // Where this lane's row of a 16 × 16 tile is, in bytes from the tile's first.
+  // This lane's ldmatrix offset in a 16 × 16 tile, in bytes.
   const unsigned of_rows = swizzled(lane_row_of_rows(lane), lane_chunk_of_rows(lane)) * sizeof(element);            // Q and V
   const unsigned of_columns = swizzled(lane_row_of_columns(lane), lane_chunk_of_columns(lane)) * sizeof(element);   // K
-  const unsigned ring_at = warp * PIPELINE_STAGES * sizeof(Step);   // of shared memory, in bytes
-  const int lane_row = lane / ROW_LANES;              // of the two rows it holds of an accumulator, the first
-  const int lane_col = lane % ROW_LANES * 2;          // of the two columns, the first
+  const unsigned ring_at = warp * PIPELINE_STAGES * sizeof(Step);   // byte offset in shared memory
+  const int lane_row = lane / ROW_LANES;              // first of the two accumulator rows that this lane holds
+  const int lane_col = lane % ROW_LANES * 2;          // first of the two adjacent columns that it holds
 
-  // Maxima are taken of scores before they are scaled, so the scale must be positive: a negative one's sign goes into Q, and where
-  // it is 0, Q is.
+  // The row maximum is taken over unscaled scores, so the scale must be positive: the sign of a negative scale is applied to Q, and for
+  // a scale of 0, Q is set to 0.
   const float scale_log2 = p.scale_log2 == 0.0f ? 1.0f : fabsf(p.scale_log2);
   const unsigned sign = p.scale_log2 < 0.0f ? 0x80008000u : 0u;
-  // Q goes straight to the registers, while the first keys are on their way: it is little, and each warp needs all of it. Rows past
-  // the last are 0.
+  // Q is loaded directly into registers while the first keys are in flight: it is small, and every warp needs all of it. Rows past the
+  // last are 0.
   unsigned Q_frag[D_STEPS][4] = {};
 #pragma unroll
   for (int half = 0; half < HALVES; ++half) {
@@ -215,13 +215,13 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
     for (int i = 0; i < 2 * D_STEPS; ++i) Q_frag[i / 2][i % 2 * 2 + half] = read_pair(Q_gmem + i * MMA_N) ^ sign;
   }
 
-  float O_reg[COL_BLOCKS][4] = {};              // (16, HEAD_DIM) of the warp's own keys
-  float row_max[HALVES] = {LOWEST, LOWEST};     // reference of the exponentials, in units of log2; the same in the 4 lanes of a row
-  float row_sum[HALVES] = {};                   // this lane's share of the sum of 2^(score - row_max)
+  float O_reg[COL_BLOCKS][4] = {};              // (16, HEAD_DIM), over the warp's own keys
+  float row_max[HALVES] = {LOWEST, LOWEST};     // reference of the exponentials, in log2 units; the same in the 4 lanes of a row
+  float row_sum[HALVES] = {};                   // this lane's partial sum of 2^(score - row_max)
   int slot = 0;
   for (int i = 0; i < warp_steps; ++i) {
-    ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this lane's chunks of this step have landed
-    __syncwarp();                                      // the warp's have; and it is done with the buffer that is next to be filled
+    ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this lane's chunks of this step have arrived
+    __syncwarp();                                      // the whole warp's have, and all lanes are done with the buffer filled next
     fetch(i + PIPELINE_STAGES - 1, slot == 0 ? PIPELINE_STAGES - 1 : slot - 1);
     ptx::cp_async_commit_group();
     const unsigned K_at = ring_at + slot * sizeof(Step) + of_columns;
@@ -249,12 +249,12 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
 #endif
 
     const int step_key = (first_step + i * WARPS) * STEP_KEYS;
-    if (step_key + STEP_KEYS > full_keys || WINDOW && step_key < full_first) {   // some row does not see some key
+    if (step_key + STEP_KEYS > full_keys || WINDOW && step_key < full_first) {   // some key is masked for some row
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int q_row = q_row_of(e / 2 * MATRIX + lane_row), column = step_key + lane_col + e % 2;
-        const int num_keys = keys_of_row(q_row) - column;      // of this step, from this column on
-        const int hidden_keys = first_of_row(q_row) - column;   // before the row's window
+        const int num_keys = keys_of_row(q_row) - column;      // visible keys from this column on
+        const int hidden_keys = first_of_row(q_row) - column;   // keys from this column on that precede the row's window
 #pragma unroll
         for (int j = 0; j < KEY_BLOCKS; ++j) {
           if (j * MMA_N >= num_keys || WINDOW && j * MMA_N < hidden_keys) S_reg[j][e] = NEG_INF;
@@ -272,10 +272,10 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
       new_max[half] = fmaxf(row_max[half], __fmul_rn(lanes_max<ROW_LANES>(step_max), scale_log2));
       grown |= new_max[half] > row_max[half] + LAZY_RESCALE;
     }
-    if (__any_sync(FULL_WARP, grown)) {   // else the old reference will do
+    if (__any_sync(FULL_WARP, grown)) {   // otherwise the old reference is kept
 #pragma unroll
       for (int half = 0; half < HALVES; ++half) {
-        const float rescale = ptx::ex2_approx_ftz(row_max[half] - new_max[half]);   // 0 at the first keys
+        const float rescale = ptx::ex2_approx_ftz(row_max[half] - new_max[half]);   // 0 for a row's first visible keys
         row_max[half] = new_max[half];
         row_sum[half] *= rescale;
 #pragma unroll
@@ -286,9 +286,9 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
       }
     }
 
-    // Two blocks of 8 columns of an accumulator lie as one of 16 of the next GEMM's first operand does.
-    // A score is scaled and rounded as the maximum was before that is subtracted: fused, the rounding of one alone stays in the
-    // difference, which for the largest of inputs is thousands of powers of two. Here there is time for it.
+    // Two 8-column blocks of an accumulator have the register layout of one 16-column A fragment of the next GEMM.
+    // A score is scaled and rounded as the maximum was, and only then is the maximum subtracted. With a fused multiply-add the rounding
+    // error of the maximum would remain: thousands, in the exponent, for the largest inputs. The extra instruction is affordable here.
 #pragma unroll
     for (int k = 0; k < STEP_KEYS / MMA_K; ++k) {
       unsigned P_frag[4];
@@ -310,9 +310,9 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
     }
   }
 
-  // The warps' parts meet in shared memory, where the rings were.
-  ptx::cp_async_wait_group<0>();   // none is left: the loop has waited for each step that was fetched; the rings end here
-  __syncthreads();                 // everyone is done with its ring
+  // The warps' partial results are combined in shared memory, in place of the rings.
+  ptx::cp_async_wait_group<0>();   // nothing is pending: the loop waited for every fetched step; the rings are no longer used
+  __syncthreads();                 // all warps are done with their rings
 #pragma unroll
   for (int half = 0; half < HALVES; ++half) {
     const int row = half * MATRIX + lane_row;
@@ -327,17 +327,17 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
           make_float2(O_reg[j][2 * half], O_reg[j][2 * half + 1]);
     }
   }
-  __syncthreads();       // they are all there
-  ptx::cluster_wait();   // and so are the cluster's blocks, since long
+  __syncthreads();       // all warps' partial results are in shared memory
+  ptx::cluster_wait();   // all blocks of the cluster have started, long before this
 
-  // The block's part of the tile goes to the cluster: to each rank its Parts of every row, maxima and sums to all.
+  // Sends the block's partial result to the cluster: to each rank its Parts of every row, and to all ranks the maxima and sums.
   const auto block_max = [&](int row) {
     float max = smem.warp_max[0][row];
 #pragma unroll
     for (int w = 1; w < WARPS; ++w) max = fmaxf(max, smem.warp_max[w][row]);
     return max;
   };
-  const int rank_parts = ROW_PARTS >> log2_splits;   // of a row
+  const int rank_parts = ROW_PARTS >> log2_splits;   // per row
   for (int i = threadIdx.x; i < num_rows * ROW_PARTS; i += THREADS) {
     const int row = i / ROW_PARTS, part_id = i % ROW_PARTS, rank = part_id * splits / ROW_PARTS;
     if (HEAD_DIM < ROW_PARTS * PART && part_id * PART >= HEAD_DIM) continue;
@@ -346,7 +346,7 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) {
       const Part part = *reinterpret_cast<const Part*>(&smem.O_warp[w][row][part_id * PART]);
-      const float weight = ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);   // of a warp that saw no key 0, or 1 where none did
+      const float weight = ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);   // 0 if the warp saw no key, or 1 if no warp did
 #pragma unroll
       for (int c = 0; c < PART; ++c) sum.x[c] = fmaf(weight, part.x[c], sum.x[c]);
     }
@@ -361,9 +361,9 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
     *ptx::mapa(&smem.split_max[split][row], rank) = max;
     *ptx::mapa(&smem.split_sum[split][row], rank) = sum;
   }
-  __syncwarp();          // the barrier takes whole warps, and the loops may have parted their lanes
+  __syncwarp();          // cluster_arrive is .aligned, and the loops may have diverged
   ptx::cluster_arrive();
-  ptx::cluster_wait();   // everything sent here has come; nobody touches another block's memory from here on, so each may end
+  ptx::cluster_wait();   // all data sent to this block has arrived; no block accesses another's memory from here on, so each may exit
 
   for (int i = threadIdx.x; i < num_rows * rank_parts; i += THREADS) {
     const int row = i * splits / ROW_PARTS, col = (split * rank_parts + i % rank_parts) * PART;
@@ -380,7 +380,7 @@ attention_d1_paged_kv(const __grid_constant__ AttentionParams p, const __grid_co
 #pragma unroll
       for (int c = 0; c < PART; ++c) O.x[c] = fmaf(weight, part.x[c], O.x[c]);
     }
-    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 when the row sees no key
+    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 if the row has no visible key
     element* O_gmem = row_of(p.O, row) + col;
     if constexpr (ALIGNED) {
       *reinterpret_cast<uint2*>(O_gmem) = make_uint2(pack(O.x[0] * inv_sum, O.x[1] * inv_sum, element{}),

@@ -13,31 +13,31 @@
 #include "tile.cuh"
 
 constexpr int THREADS = WARPS * WARP;
-constexpr int TILE_Q = MMA_M;                        // packed rows: what one MMA has; a larger group has more tiles
-constexpr int KEY_BLOCKS = STEP_KEYS / MMA_N;        // of 8 keys in a warp's step
-constexpr int COL_BLOCKS = HEAD_DIM / MMA_N;         // of 8 output columns
+constexpr int TILE_Q = MMA_M;                        // packed rows: M of one MMA; a larger group takes more tiles
+constexpr int KEY_BLOCKS = STEP_KEYS / MMA_N;        // blocks of 8 keys in a warp's step
+constexpr int COL_BLOCKS = HEAD_DIM / MMA_N;         // blocks of 8 output columns
 constexpr int D_STEPS = HEAD_DIM / MMA_K;
 constexpr int ROW_BYTES = HEAD_DIM * sizeof(element);
-constexpr int STEP_BYTES = STEP_KEYS * ROW_BYTES;    // of K or V
+constexpr int STEP_BYTES = STEP_KEYS * ROW_BYTES;    // of each of K and V
 constexpr int ROW_CHUNKS = HEAD_DIM / CHUNK;
-constexpr int COPY_ROWS = WARP / ROW_CHUNKS;         // rows that a warp copies by one instruction
-enum : int {   // for head dim 96, whose rows have 12 chunks; no constants, whose names would stand in the others' machine code
-  SWAPPED_CHUNKS = ROW_CHUNKS % MATRIX == 0 ? MATRIX : 4,   // of a row, that change places
+constexpr int COPY_ROWS = WARP / ROW_CHUNKS;         // rows that a warp copies with one instruction
+enum : int {   // for head dim 96 (12 chunks per row); an enum, as constants' names would appear in the other head dims' machine code
+  SWAPPED_CHUNKS = ROW_CHUNKS % MATRIX == 0 ? MATRIX : 4,   // size of the groups of chunks that the swizzle permutes
   COPY_LANES = COPY_ROWS * ROW_CHUNKS,                      // lanes of a warp with a chunk to copy
 };
 constexpr int STEP_PAGES = STEP_KEYS > PAGE_SIZE ? STEP_KEYS / PAGE_SIZE : 1;
 constexpr int PAGE_STEPS = PAGE_SIZE > STEP_KEYS ? PAGE_SIZE / STEP_KEYS : 1;
-constexpr int BATCH_STEPS = WARP / STEP_PAGES;       // that a warp has looked up at a time
-constexpr int PART = 4;                              // neighbouring columns that a thread combines: 16 bytes of FP32
+constexpr int BATCH_STEPS = WARP / STEP_PAGES;       // steps that a warp looks up at a time
+constexpr int PART = 4;                              // adjacent columns that one thread combines: 16 bytes of FP32
 constexpr int ROW_PARTS = HEAD_DIM / PART;
-constexpr int FEW_PARTS = 4, MANY_PARTS = HEAD_DIM < 256 ? 16 : 8;   // of a tile, whose loads are under way together
-constexpr unsigned KEY_COUNTS = 64;                  // more than there are keys in a step, and so numbers of them
-constexpr float LOWEST = -0x1p100f;                  // below every score: the reference of a warp or block that saw no key
+constexpr int FEW_PARTS = 4, MANY_PARTS = HEAD_DIM < 256 ? 16 : 8;   // partial results of a tile whose loads are in flight together
+constexpr unsigned KEY_COUNTS = 64;                  // radix for packing key counts (0 to STEP_KEYS) into one number
+constexpr float LOWEST = -0x1p100f;                  // below any realistic score: reference of a warp or block with no visible key
 static_assert(STEP_KEYS % MMA_K == 0, "STEP_KEYS must be a multiple of 16");
-static_assert(STEP_KEYS <= WARP, "a warp holds a page number for each key of a step");
+static_assert(STEP_KEYS <= WARP, "a warp holds one page number per lane, so a step has at most WARP keys");
 static_assert((PAGE_SIZE & PAGE_SIZE - 1) == 0, "PAGE_SIZE must be a power of two");
 static_assert(PIPELINE_STAGES >= 2, "a warp copies into one buffer while it reads another");
-static_assert(SPLITS >= 1, "SPLITS is a number of blocks");
+static_assert(SPLITS >= 1, "SPLITS must be a positive number of blocks");
 static_assert(COMBINERS >= 0 && COMBINERS <= WARP, "COMBINERS is a number of blocks, at most 32");
 static_assert(LEAST_PARTS >= 2, "LEAST_PARTS is a number of partial results, at least 2");
 
@@ -45,49 +45,49 @@ struct alignas(16) Part {
   float x[PART];
 };
 
-// A warp's buffers: STEP_KEYS rows of K, then as many of V.
+// One stage of a warp's ring: STEP_KEYS rows of K, then STEP_KEYS rows of V.
 struct Step {
   alignas(128) element K[STEP_KEYS * HEAD_DIM];
   alignas(128) element V[STEP_KEYS * HEAD_DIM];
 };
 
-// A block's part of a tile, in the workspace: each word the complement of a float, and 0 before it is written. No float's complement
-// is 0, for arithmetic makes no NaN of all ones. Each Part has a maximum and a sum of its own, so that one thread reads and clears it.
+// A block's partial result of a tile, in the workspace. Each word is the complement of a float, or 0 before it is written: a complement
+// is never 0, as arithmetic never yields the all-ones NaN. Each Part has its own maximum and sum, so that one thread reads and clears it.
 struct TilePart {
   uint4 O[TILE_Q * ROW_PARTS];   // not yet divided by the sum
   uint2 max_sum[TILE_Q * ROW_PARTS];
 };
 
-// Packed rows of a K/V head of a sequence.
+// Packed rows of one K/V head of one sequence.
 struct Tile {
   int batch, kv_head, first_row, num_rows;
 };
 
-// A tile of sequence `batch`, which has so many keys.
+// Tile `tile` of sequence `batch`, which has `keys` keys.
 struct SeqTile {
   int batch, keys;
   int tile;
 };
 
-// A step of a warp that one of its lanes looks up.
+// A step of the warp, looked up by one of its lanes.
 struct LookUp {
   SeqTile at;
-  unsigned step;       // of the tile
-  unsigned place;      // K/V head, steps before it in its page, keys of it before every row's window, and all its keys, in one number
+  unsigned step;       // counted from the start of tile `at`
+  unsigned place;      // packed: K/V head, steps before it in its page, its keys before every row's window, and its number of keys
 };
 
 struct SharedStorage {
-  Step ring[WARPS][PIPELINE_STAGES];   // at the end of a tile the buffer read last holds the warp's output, not yet divided by its sum
+  Step ring[WARPS][PIPELINE_STAGES];   // at the end of a tile, the buffer read last holds the warp's output, not yet divided by its sum
   float warp_max[WARPS][TILE_Q], warp_sum[WARPS][TILE_Q];
-  int warp_slot[WARPS];                // that buffer
-  int first_block;                     // of those that have parts of the tile that this block combines
-  LookUp next[THREADS];                // of a thread alone, as `at` is: here they take no registers
+  int warp_slot[WARPS];                // index of that buffer
+  int first_block;                     // first block with a partial result of the tile that this block combines
+  LookUp next[THREADS];                // private to each thread, like `at`; in shared memory they occupy no registers
   SeqTile at[THREADS];
-  Tile last_of;                        // the tile that other blocks began and this one ends: it combines that; num_rows 0: none
+  Tile last_of;                        // tile that other blocks began and this block ends and combines; num_rows 0: none
 };
-static_assert(sizeof(float[TILE_Q][HEAD_DIM]) <= sizeof(Step), "a warp's output must fit a buffer of its ring");
+static_assert(sizeof(float[TILE_Q][HEAD_DIM]) <= sizeof(Step), "a warp's output must fit into one buffer of its ring");
 
-// A Part of a tile's output, not yet divided by the sum, with its row's reference and sum.
+// One Part of a tile's output, not yet divided by the sum, with the reference and the sum of its row.
 struct Sum {
   Part O;
   float max, sum;
@@ -153,24 +153,24 @@ extern "C" __device__ const ShareLaunchShape launch_shape = {
     {{{THREADS, sizeof(SharedStorage), TILE_Q, 0, 0, 1}, 0, 1}, WARPS * STEP_KEYS}, MIN_BLOCKS, SPLITS, sizeof(TilePart) / 4,
     0, 1};
 
-// Where chunk `chunk` of row `row` lies, in elements from the first: 8 rows of one chunk, which ldmatrix reads at once, are in
-// different banks.
+// Offset in elements of chunk `chunk` of row `row`. The swizzle places the 8 rows of one chunk column, which ldmatrix reads together,
+// in different banks.
 __device__ __forceinline__ int swizzled(int row, int chunk) {
   return row * HEAD_DIM + (chunk ^ row / (MATRIX / SWAPPED_CHUNKS) % SWAPPED_CHUNKS) * CHUNK;
 }
 
-// Where, in bytes, a row of ldmatrix is whose chunk is 2·d or 2·d + 1, when `at` is where it is for d = 0.
+// Byte address of an ldmatrix row whose chunk is 2·d or 2·d + 1, given its address `at` for d = 0.
 __device__ __forceinline__ unsigned chunks_at(unsigned at, int d) {
-  constexpr int SWAPPED = SWAPPED_CHUNKS * sizeof(Chunk);   // bytes within which chunks change places
+  constexpr int SWAPPED = SWAPPED_CHUNKS * sizeof(Chunk);   // span in bytes within which chunks are permuted
   const int distance = 2 * d * sizeof(Chunk);
   return (at ^ distance % SWAPPED) + distance / SWAPPED * SWAPPED;
 }
 
-// Where column `col` of row `row` of a warp's output lies, in floats: 4 rows of an accumulator meet all banks once.
+// Offset in floats of column `col` of row `row` of a warp's output. 4 rows of an accumulator cover every bank once.
 __device__ __forceinline__ int swizzled_output(int row, int col) { return row * HEAD_DIM + (col ^ row % 4 * MMA_N); }
 
-// Copy 8 elements, or write zeros where there are none: a key that is masked still meets the GEMM with V, and 0 · garbage may be
-// NaN. cp.async returns at once, the caller commits the group and waits for it.
+// Copies 8 elements, or writes zeros if `exists` is false: a masked key still takes part in the PV GEMM, where 0 · garbage may be NaN.
+// cp.async returns immediately; the caller commits the group and waits for it.
 __device__ __forceinline__ void copy_chunk(element* target_smem, const element* source_gmem, bool exists) {
   if constexpr (ALIGNED) {
     ptx::cp_async_cg_16_hint(target_smem, source_gmem, exists ? sizeof(Chunk) : 0, ptx::createpolicy_evict_first());
@@ -181,18 +181,18 @@ __device__ __forceinline__ void copy_chunk(element* target_smem, const element* 
   }
 }
 
-// a / b by a reciprocal, where a is less than 2^20: half more than a keeps the quotient away from the next whole number, for its error
-// is less than 2^-21 of it, and so less than half of 1/b.
+// a / b by an approximate reciprocal, for a < 2^20. With a + 0.5 the exact quotient is at least 0.5 / b away from every integer. The
+// relative error is below 2^-21, so the absolute error is below 0.5 / b, and truncation is exact.
 __device__ __forceinline__ int short_quotient(int a, int b) { return static_cast<int>(__fdividef(a + 0.5f, b)); }
 
-// Two neighbouring elements in a register.
+// Reads two adjacent elements into one register.
 __device__ __forceinline__ unsigned read_pair(const element* source) {
   if constexpr (ALIGNED) return *reinterpret_cast<const unsigned*>(source);
   const element pair[2] = {source[0], source[1]};
   return *reinterpret_cast<const unsigned*>(pair);
 }
 
-// The call as if all its sequences had this length.
+// The call's parameters with this length for all sequences.
 __device__ __forceinline__ AttentionParams of_length(const AttentionParams& p, int keys) {
   AttentionParams own = p;
   own.kv_len = keys;
@@ -204,15 +204,15 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
   if (!ALLOW_LATE) ptx::griddepcontrol_launch_dependents();
-  const int warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP, 0);   // a shuffle tells the compiler that a warp has but one
+  const int warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP, 0);   // the shuffle tells the compiler that the value is warp-uniform
   const int lane = threadIdx.x % WARP;
-  const int group = short_quotient(p.q_heads, p.kv_heads);               // query heads of a K/V head
-  const int q_tiles = (group * p.q_len + TILE_Q - 1) / TILE_Q;     // of a K/V head
-  const int seq_tiles = q_tiles * p.kv_heads;                      // of a sequence
-  // The query row of a packed row: a quotient of small numbers, which half a row more keeps away from the next whole number.
+  const int group = short_quotient(p.q_heads, p.kv_heads);               // query heads per K/V head
+  const int q_tiles = (group * p.q_len + TILE_Q - 1) / TILE_Q;     // tiles per K/V head
+  const int seq_tiles = q_tiles * p.kv_heads;                      // tiles per sequence
+  // Query row of a packed row. The operands are small, and adding half a row keeps the quotient away from the next integer.
   const float inv_group = __fdividef(1.0f, group);
   const auto kv_head_of = [&](int id) { return q_tiles == 1 ? id : id / q_tiles; };
-  const auto tile_of = [&](int batch, int id) {   // number `id` of the sequence
+  const auto tile_of = [&](int batch, int id) {   // tile number `id` of the sequence
     const int kv_head = kv_head_of(id), first_row = (id - kv_head * q_tiles) * TILE_Q;
     return Tile{batch, kv_head, first_row, min(TILE_Q, group * p.q_len - first_row)};
   };
@@ -220,22 +220,22 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
   const auto head_of_row = [&](const Tile& tile, int row) {
     return tile.kv_head * group + tile.first_row + row - q_row_of(tile, row) * group;
   };
-  const auto row_of = [&](const TensorView& tensor, const Tile& tile, int row) {   // in Q or O
+  const auto row_of = [&](const TensorView& tensor, const Tile& tile, int row) {   // address of a packed row in Q or O
     return head_of(tensor, tile.batch, head_of_row(tile, row)) + q_row_of(tile, row) * tensor.row_stride;
   };
 
-  // The last blocks of the grid are combiners, as many for every tile, where that leaves each tile so many blocks that read its keys.
+  // The last blocks of the grid are combiners, equally many per tile, if every tile keeps at least LEAST_PARTS blocks that read its keys.
   const int num_tiles = seq_tiles * p.batch;
-  const int slices = short_quotient(COMBINERS, num_tiles);   // of a tile's output, for a combiner each
+  const int slices = short_quotient(COMBINERS, num_tiles);   // of a tile's output: one per combiner
   const int combiners = static_cast<int>(gridDim.x) >= num_tiles * (slices + LEAST_PARTS) ? num_tiles * slices : 0;
-  const int num_blocks = gridDim.x - combiners;              // that read keys
+  const int num_blocks = gridDim.x - combiners;              // blocks that read keys
   const int combiner = static_cast<int>(blockIdx.x) - num_blocks;   // negative: this block reads keys
-  const int own_tile = combiner < 0 ? 0 : short_quotient(combiner, slices);   // that this block combines
+  const int own_tile = combiner < 0 ? 0 : short_quotient(combiner, slices);   // the tile that this block combines
   if (combiner >= 0) ptx::griddepcontrol_launch_dependents();
 
-  // Writes columns of a row, and its log-sum-exp.
+  // Writes PART columns of an output row and, with the first of them, the row's log-sum-exp.
   const auto finish = [&](const Tile& tile, int row, int part_id, const Part& O, float max, float sum) {
-    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 when the row sees no key
+    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 if the row has no visible key
     element* O_gmem = row_of(p.O, tile, row) + part_id * PART;
     if constexpr (ALIGNED) {
       *reinterpret_cast<uint2*>(O_gmem) = make_uint2(pack(O.x[0] * inv_sum, O.x[1] * inv_sum, element{}),
@@ -250,27 +250,27 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
     }
   };
 
-  // The parts of block b: [2b] of a tile that began before its share, [2b + 1] of one that goes on after it.
+  // Partial results of block b: [2b] of a tile begun by an earlier block, [2b + 1] of a tile begun by block b and continued by a later one.
   TilePart* parts = reinterpret_cast<TilePart*>(p.work + MAX_SHARES);
 
-  // Where all tiles have as many steps and `tile_blocks` blocks each leave at most a sixteenth of the blocks without, a tile is as many
-  // shares, or fewer where its steps are few.
+  // If all tiles have the same number of steps and `tile_blocks` blocks per tile leave at most a sixteenth of the blocks idle, a tile is
+  // split into `tile_blocks` shares, or fewer if it has few steps.
   const int tile_blocks = num_tiles <= num_blocks ? short_quotient(num_blocks, num_tiles) : 0;
   const bool keep_whole = WHOLE_TILES && num_tiles * tile_blocks * 16 >= num_blocks * 15;
 
-  ptx::griddepcontrol_wait();   // all inputs may come from the kernel before this one, and it may still use O and the workspace
+  ptx::griddepcontrol_wait();   // a preceding kernel may produce all inputs, and may still use O and the workspace
 
-  // All tiles' keys in steps of STEP_KEYS, one after the other: this block's share begins within `first_tile`, and is dealt
-  // out to its warps, so that the block reads keys that follow each other. A warp may get none. A tile without keys has a step
-  // for the sake of the block that writes its zeros.
-  int whole_steps = 0;   // of every tile, where shares keep to tiles
+  // The steps of all tiles, STEP_KEYS keys each, are concatenated. This block's share begins within `first_tile` and is dealt out
+  // round-robin to its warps, so that the block reads consecutive keys. A warp may get none. A tile without keys has one step, so
+  // that some block writes its zeros.
+  int whole_steps = 0;   // steps of every tile if shares align with tiles, else 0
   const auto steps_of = [&](int keys) {
     if (WHOLE_TILES && whole_steps > 0) return whole_steps;
     return max(1, (keys + STEP_KEYS - 1) / STEP_KEYS - first_key(of_length(p, keys), 0) / STEP_KEYS);
   };
   const auto keys_of = [&](int batch) { return cut_length(p, cache.lengths[batch]); };
   const auto seq_steps_of = [&](int keys) { return static_cast<unsigned>(seq_tiles) * steps_of(keys); };
-  // Each warp adds up the steps of one tile of every sequence for itself, each lane those of some that follow each other.
+  // Each warp sums the steps of one tile of every sequence for itself; each lane sums a run of consecutive sequences.
   const int lane_batch = (p.batch + WARP - 1) / WARP;
   const int lane_first = min(lane * lane_batch, p.batch), lane_last = min(lane_first + lane_batch, p.batch);
   int lane_keys = 0, lane_steps_of_first = 0;   // of the lane's first sequence
@@ -287,10 +287,10 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
   if (cut && cache.faults) atomicAdd(&cache.faults[1], 1u);
   const int steps_of_first = __shfl_sync(FULL_WARP, lane_steps_of_first, 0);
   same &= lane_first == lane_last || lane_steps_of_first == steps_of_first;
-  // The block's first tile and which of its steps is the first; all its steps; and the block that has the first of that tile.
+  // The block's first tile, its first step within that tile, its number of steps, and the block that has that tile's first step.
   SeqTile first_tile;
   int first_step, block_steps, begun_by, num_parts = 0;
-  if (WHOLE_TILES && __all_sync(FULL_WARP, same)) {   // steps without keys fill up the last share of a tile
+  if (WHOLE_TILES && __all_sync(FULL_WARP, same)) {   // steps without keys pad the last share of a tile
     const int blocks = min(tile_blocks, max(1, steps_of_first / WARPS));
     block_steps = (steps_of_first + blocks - 1) / blocks;
     whole_steps = block_steps * blocks;
@@ -301,23 +301,23 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
     begun_by = id * blocks;
     first_step = (blockIdx.x - begun_by) * block_steps;
   } else {
-    unsigned long long through = lane_steps;   // from the first sequence to the lane's last
+    unsigned long long through = lane_steps;   // up to the lane's last sequence, after the prefix sum
 #pragma unroll
     for (int distance = 1; distance < WARP; distance *= 2) {
       const unsigned long long before = __shfl_up_sync(FULL_WARP, through, distance);
       if (lane >= distance) through += before;
     }
-    // A tile's end counts as END_STEPS steps, in which nothing is read: shares are of steps and ends together.
+    // A tile's end counts as END_STEPS steps in which nothing is read: the shares split steps and ends together.
     const unsigned long long with_ends = (through + static_cast<unsigned long long>(END_STEPS) * lane_last) * seq_tiles;
     const unsigned long long whole_time = __shfl_sync(FULL_WARP, with_ends, WARP - 1);
     const unsigned long long share = max((whole_time + num_blocks - 1) / num_blocks, static_cast<unsigned long long>(WARPS));
-    // Where a share begins: its sequence, and which of the sequence's steps is its first, or as many as there are, where that is the
-    // next sequence's. Steps are counted without ends from here on; those of a sequence are fewer than 2^32.
+    // Start of a share: its sequence and its first step within the sequence, which is the sequence's number of steps if the share starts
+    // with the next sequence. From here on steps are counted without ends; a sequence has fewer than 2^32 of them.
     struct Begin {
       int batch, keys;
       unsigned seq_step;
-      unsigned long long step;         // of all tiles
-      unsigned long long tile_place;   // where its tile begins, ends included
+      unsigned long long step;         // counted over all tiles
+      unsigned long long tile_place;   // start of its tile, counted with ends
     };
     const auto begin_of = [&](unsigned long long place) {
       place = min(place, whole_time);
@@ -341,15 +341,15 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
     if (combiner < 0) {
       const Begin begin = begin_of(share * blockIdx.x);
       block_steps = begin_of(share * (blockIdx.x + 1)).step - begin.step;
-      if (block_steps == 0) return;   // shares are rounded up
+      if (block_steps == 0) return;   // shares are rounded up: a block may get no steps
       const int tile = begin.seq_step / steps_of(begin.keys);
       first_tile = {begin.batch, begin.keys, tile};
       first_step = begin.seq_step - tile * steps_of(begin.keys);
       begun_by = begin.tile_place / share;
-    } else {   // combiners mean few tiles, so that a lane has one sequence
+    } else {   // with combiners there are few tiles, so a lane has one sequence at most
       const int batch = short_quotient(own_tile, seq_tiles), tile = own_tile - batch * seq_tiles;
       const unsigned steps = __shfl_sync(FULL_WARP, static_cast<unsigned>(lane_steps), batch);
-      const unsigned long long tiles_after = seq_tiles - tile;   // of the sequence, with this one
+      const unsigned long long tiles_after = seq_tiles - tile;   // this tile and those after it in its sequence
       const unsigned long long place = __shfl_sync(FULL_WARP, with_ends, batch) - tiles_after * (steps + END_STEPS);
       first_tile = {batch, 0, tile};
       begun_by = place / share;
@@ -398,30 +398,30 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
   const int copy_row = lane / ROW_CHUNKS, copy_chunk_id = lane % ROW_CHUNKS;
   const bool copies = COPY_LANES == WARP || lane < COPY_LANES;
   const int warp_steps = max(0, (block_steps - warp + WARPS - 1) / WARPS);
-  // Steps are looked up a batch ahead, a lane one of them or one page of it: a load that is used at once would wait in line behind all
-  // the keys that are on their way. So page numbers are not looked at before their batch is due.
+  // Steps are looked up one batch ahead; each lane looks up one step or one page of a step. A load whose result is used immediately would
+  // queue behind all the keys in flight, so page numbers are not examined before their batch is due.
   smem.next[threadIdx.x] = {first_tile, static_cast<unsigned>(first_step + warp + lane / STEP_PAGES * WARPS), 0};
-  const auto look_up = [&](int first) {   // in the batch that begins with the warp's step number `first`: the page number
+  const auto look_up = [&](int first) {   // in the batch that starts at the warp's step `first`; returns the page number
     LookUp next = smem.next[threadIdx.x];
     next.place = 0;
     int page = 0;
     if (first + lane / STEP_PAGES < warp_steps) {
       unsigned tile_steps = steps_of(next.at.keys);
-      while (next.step >= tile_steps || next.at.tile == seq_tiles) {   // it is in a later tile
+      while (next.step >= tile_steps || next.at.tile == seq_tiles) {   // the step is in a later tile
         const unsigned tiles = min(next.step / tile_steps, static_cast<unsigned>(seq_tiles - next.at.tile));
         next.step -= tiles * tile_steps, next.at.tile += tiles;
         if (next.at.tile < seq_tiles) continue;
         next.at = {next.at.batch + 1, keys_of(next.at.batch + 1), 0};
         tile_steps = steps_of(next.at.keys);
       }
-      const int seen_from = first_key(of_length(p, next.at.keys), 0);   // no row sees a key before it
+      const int seen_from = first_key(of_length(p, next.at.keys), 0);   // first key that any row sees
       const int step_key = (seen_from / STEP_KEYS + static_cast<int>(next.step)) * STEP_KEYS;
       const int num_keys = max(0, min(STEP_KEYS, next.at.keys - step_key));
       const int hidden_keys = max(0, min(STEP_KEYS, seen_from - step_key));
       next.place = kv_head_of(next.at.tile) * PAGE_STEPS + step_key / STEP_KEYS % PAGE_STEPS;
       next.place = (next.place * KEY_COUNTS + hidden_keys) * KEY_COUNTS + num_keys;
-      const int page_key = lane % STEP_PAGES * PAGE_SIZE;   // of the step
-      // A page before every row's window may have been given away, and its number be none.
+      const int page_key = lane % STEP_PAGES * PAGE_SIZE;   // offset of the lane's page within the step, in keys
+      // A page before every row's window may have been freed, and its page number may be invalid.
       if (page_key < num_keys && (!WINDOW || page_key + STEP_KEYS / STEP_PAGES > hidden_keys)) {
         page = cache.page_table[next.at.batch * cache.table_stride + (step_key + page_key) / PAGE_SIZE];
       }
@@ -432,7 +432,7 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
   };
   int next_page = look_up(0), page;
   unsigned place;
-  // The warp's next step into its ring's buffer `slot`; past the last nothing.
+  // Copies the warp's next step into buffer `slot` of its ring; does nothing past the last step.
   int fetched = 0;
   const auto fetch = [&](int slot) {
     const int i = fetched++;
@@ -443,7 +443,7 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
       next_page = look_up(i + BATCH_STEPS);
       page = checked_page(cache, due);
     }
-    const int from = i % BATCH_STEPS * STEP_PAGES;   // the lane that looked up the step, or its first page
+    const int from = i % BATCH_STEPS * STEP_PAGES;   // lane that looked up the step, or the step's first page
     const unsigned step_place = __shfl_sync(FULL_WARP, place, from);
     const int num_keys = step_place % KEY_COUNTS, hidden_keys = step_place / KEY_COUNTS % KEY_COUNTS;
     const int page_row = step_place / (KEY_COUNTS * KEY_COUNTS) % PAGE_STEPS * STEP_KEYS;
@@ -459,7 +459,7 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
         if (STEP_PAGES > 1 || first == 0) {
           source = page0 + row_page * tensor.batch_stride + (page_row + row) % PAGE_SIZE * tensor.row_stride + copy_chunk_id * CHUNK;
         } else {
-          source += COPY_ROWS * tensor.row_stride;   // in the same page
+          source += COPY_ROWS * tensor.row_stride;   // still in the same page
         }
         const bool exists = row_page >= 0 && row < num_keys && (!WINDOW || row >= hidden_keys);
         if (copies) copy_chunk(target_smem + swizzled(row, copy_chunk_id), exists ? source : page0, exists);
@@ -475,27 +475,27 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
     ptx::cp_async_commit_group();
   }
 
-  // Where this lane's row of a 16 × 16 tile is, in bytes from the tile's first.
+  // This lane's ldmatrix offset in a 16 × 16 tile, in bytes.
   const unsigned of_rows = swizzled(lane_row_of_rows(lane), lane_chunk_of_rows(lane)) * sizeof(element);            // Q and V
   const unsigned of_columns = swizzled(lane_row_of_columns(lane), lane_chunk_of_columns(lane)) * sizeof(element);   // K
-  const unsigned ring_at = warp * PIPELINE_STAGES * sizeof(Step);   // of shared memory, in bytes
-  const int lane_row = lane / ROW_LANES;              // of the two rows it holds of an accumulator, the first
-  const int lane_col = lane % ROW_LANES * 2;          // of the two columns, the first
+  const unsigned ring_at = warp * PIPELINE_STAGES * sizeof(Step);   // byte offset in shared memory
+  const int lane_row = lane / ROW_LANES;              // first of the two accumulator rows that this lane holds
+  const int lane_col = lane % ROW_LANES * 2;          // first of the two adjacent columns that it holds
 
-  // Maxima are taken of scores before they are scaled, so the scale must be positive: a negative one's sign goes into Q, and where
-  // it is 0, Q is.
+  // The row maximum is taken over unscaled scores, so the scale must be positive: the sign of a negative scale is applied to Q, and for
+  // a scale of 0, Q is set to 0.
   const float scale_log2 = p.scale_log2 == 0.0f ? 1.0f : fabsf(p.scale_log2);
   const unsigned sign = p.scale_log2 < 0.0f ? 0x80008000u : 0u;
 
   SeqTile& at = smem.at[threadIdx.x];
   at = first_tile;
-  // Not read before the first tile's end, which waits for all threads. Here they take no registers.
+  // Read only after the block-wide barrier at the end of the first tile. In shared memory these values occupy no registers.
   if (threadIdx.x == 0) {
     smem.first_block = begun_by, smem.last_of = tile_of(first_tile.batch, first_tile.tile);
     if (first_step == 0 || first_step + block_steps < steps_of(first_tile.keys)) smem.last_of.num_rows = 0;
   }
   int slot = 0;
-  int step = first_step + warp;   // of the warp
+  int step = first_step + warp;   // the warp's current step, counted from the start of the current tile
   int steps_left = block_steps;
   for (int begin = first_step; steps_left > 0; begin = 0) {
     if (at.tile == seq_tiles) at.tile = 0, at.keys = keys_of(++at.batch);
@@ -505,10 +505,10 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
     steps_left -= end - begin;
     const AttentionParams seq = of_length(p, keys);
     const int hidden_steps = first_key(seq, 0) / STEP_KEYS;   // before every row's window
-    const int full_keys = visible_keys(seq, q_row_of(tile, 0));   // the first row sees the fewest: up to here nothing is masked
-    const int full_first = first_key(seq, q_row_of(tile, tile.num_rows - 1));   // in a window: the last row's begins last
+    const int full_keys = visible_keys(seq, q_row_of(tile, 0));   // smallest for the first row: no row's visible range ends before it
+    const int full_first = first_key(seq, q_row_of(tile, tile.num_rows - 1));   // with a window: the last row's window begins last
 
-    // Q goes straight to the registers, while the first keys are on their way: it is little, and each warp needs all of it. Rows
+    // Q is loaded directly into registers while the first keys are in flight: it is small, and every warp needs all of it. Rows
     // past the last are 0.
     unsigned Q_frag[D_STEPS][4] = {};
 #pragma unroll
@@ -520,12 +520,12 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
       for (int i = 0; i < 2 * D_STEPS; ++i) Q_frag[i / 2][i % 2 * 2 + half] = read_pair(Q_gmem + i * MMA_N) ^ sign;
     }
 
-    float O_reg[COL_BLOCKS][4] = {};              // (16, HEAD_DIM) of the warp's own keys
-    float row_max[HALVES] = {LOWEST, LOWEST};     // reference of the exponentials, in units of log2; the same in the 4 lanes of a row
-    float row_sum[HALVES] = {};                   // this lane's share of the sum of 2^(score - row_max)
+    float O_reg[COL_BLOCKS][4] = {};              // (16, HEAD_DIM), over the warp's own keys
+    float row_max[HALVES] = {LOWEST, LOWEST};     // reference of the exponentials, in log2 units; the same in the 4 lanes of a row
+    float row_sum[HALVES] = {};                   // this lane's partial sum of 2^(score - row_max)
     for (; step < end; step += WARPS) {
-      ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this lane's chunks of this step have landed
-      __syncwarp();                                      // the warp's have; and it is done with the buffer that is next to be filled
+      ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this lane's chunks of this step have arrived
+      __syncwarp();                                      // the whole warp's have, and all lanes are done with the buffer filled next
       fetch(slot == 0 ? PIPELINE_STAGES - 1 : slot - 1);
       ptx::cp_async_commit_group();
       const unsigned K_at = ring_at + slot * sizeof(Step) + of_columns;
@@ -553,12 +553,12 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
 #endif
 
       const int step_key = (hidden_steps + step) * STEP_KEYS;
-      if (step_key + STEP_KEYS > full_keys || WINDOW && step_key < full_first) {   // some row does not see some key
+      if (step_key + STEP_KEYS > full_keys || WINDOW && step_key < full_first) {   // some key is masked for some row
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int q_row = q_row_of(tile, e / 2 * MATRIX + lane_row), column = step_key + lane_col + e % 2;
-          const int num_keys = visible_keys(seq, q_row) - column;   // of this step, from this column on
-          const int hidden_keys = first_key(seq, q_row) - column;   // before the row's window
+          const int num_keys = visible_keys(seq, q_row) - column;   // visible keys from this column on
+          const int hidden_keys = first_key(seq, q_row) - column;   // keys from this column on that precede the row's window
 #pragma unroll
           for (int j = 0; j < KEY_BLOCKS; ++j) {
             if (j * MMA_N >= num_keys || WINDOW && j * MMA_N < hidden_keys) S_reg[j][e] = NEG_INF;
@@ -576,10 +576,10 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
         new_max[half] = fmaxf(row_max[half], __fmul_rn(lanes_max<ROW_LANES>(step_max), scale_log2));
         grown |= new_max[half] > row_max[half] + LAZY_RESCALE;
       }
-      if (__any_sync(FULL_WARP, grown)) {   // else the old reference will do
+      if (__any_sync(FULL_WARP, grown)) {   // otherwise the old reference is kept
 #pragma unroll
         for (int half = 0; half < HALVES; ++half) {
-          const float rescale = ptx::ex2_approx_ftz(row_max[half] - new_max[half]);   // 0 at the first keys
+          const float rescale = ptx::ex2_approx_ftz(row_max[half] - new_max[half]);   // 0 for a row's first visible keys
           row_max[half] = new_max[half];
           row_sum[half] *= rescale;
 #pragma unroll
@@ -590,9 +590,9 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
         }
       }
 
-      // Two blocks of 8 columns of an accumulator lie as one of 16 of the next GEMM's first operand does.
-      // A score is scaled and rounded as the maximum was before that is subtracted: fused, the rounding of one alone stays in the
-      // difference, which for the largest of inputs is thousands of powers of two. Here there is time for it.
+      // Two 8-column blocks of an accumulator have the register layout of one 16-column A fragment of the next GEMM.
+      // A score is scaled and rounded as the maximum was, and only then is the maximum subtracted. With a fused multiply-add the rounding
+      // error of the maximum would remain: thousands, in the exponent, for the largest inputs. The extra instruction is affordable here.
 #pragma unroll
       for (int k = 0; k < STEP_KEYS / MMA_K; ++k) {
         unsigned P_frag[4];
@@ -613,15 +613,15 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
         }
       }
     }
-    step -= tile_steps;   // of the next tile
+    step -= tile_steps;   // now counted from the start of the next tile
 
-    // The next kernel's blocks may come, wherever there is room: they wait as this one did.
+    // Lets the next kernel's blocks launch wherever there is room; like this one, they wait at griddepcontrol.wait.
     if (ALLOW_LATE && steps_left == 0) ptx::griddepcontrol_launch_dependents();
 
-    // The warps' parts of the tile meet in shared memory, while the next tile's first keys come.
-    const int read_slot = slot == 0 ? PIPELINE_STAGES - 1 : slot - 1;   // nothing is on its way into this buffer
+    // The warps' partial results of the tile are combined in shared memory while the next tile's first keys are in flight.
+    const int read_slot = slot == 0 ? PIPELINE_STAGES - 1 : slot - 1;   // no copy into this buffer is in flight
     float* O_warp = reinterpret_cast<float*>(&ring[read_slot]);
-    __syncwarp();   // every lane is done with the keys in it
+    __syncwarp();   // all lanes are done with the keys in it
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
       const int row = half * MATRIX + lane_row;
@@ -637,7 +637,7 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
       }
     }
     if (lane == 0) smem.warp_slot[warp] = read_slot;
-    __syncthreads();   // they are all there
+    __syncthreads();   // all warps' partial results are in shared memory
     const bool whole = begin == 0 && end == tile_steps;
     TilePart& mine = parts[2 * blockIdx.x + (begin == 0)];
     for (int i = threadIdx.x; i < tile.num_rows * ROW_PARTS; i += THREADS) {
@@ -650,7 +650,7 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
       for (int w = 0; w < WARPS; ++w) {
         const float* O_warp = reinterpret_cast<const float*>(&smem.ring[w][smem.warp_slot[w]]);
         const Part part = *reinterpret_cast<const Part*>(&O_warp[swizzled_output(row, part_id * PART)]);
-        const float weight = ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);   // of a warp that saw no key 0, or 1 where none did
+        const float weight = ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);   // 0 if the warp saw no key, or 1 if no warp did
         sum = fmaf(weight, smem.warp_sum[w][row], sum);
 #pragma unroll
         for (int c = 0; c < PART; ++c) O.x[c] = fmaf(weight, part.x[c], O.x[c]);
@@ -663,11 +663,11 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
         ptx::st_relaxed_gpu(&mine.max_sum[i], make_uint2(~__float_as_uint(max), ~__float_as_uint(sum)));
       }
     }
-    __syncthreads();   // the rings may be filled again
+    __syncthreads();   // the buffers that held the outputs may be refilled
   }
 
-  // One of the block's tiles at most has parts of the blocks before and ends here. Those were launched before this one, so that it can
-  // wait for them.
+  // At most one of the block's tiles has partial results of earlier blocks and ends in this block. The earlier blocks were launched before
+  // this one, so it can wait for them.
   const Tile tile = smem.last_of;
   if (combiners > 0 || tile.num_rows == 0) return;
   const int first_block = smem.first_block;

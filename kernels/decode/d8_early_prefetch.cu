@@ -1,8 +1,8 @@
-// d8_early_prefetch: the next call's blocks come wherever one ends, and prefetch. Parent: d5_ready_parts.
-// Question: blocks end at different times, and then their part of the memory's bandwidth is nobody's until the next call may read. What
-//           is gained where the next call's blocks take the places at once and ask for their first keys?
-// Change: the next call may be launched from the start, so that its blocks take an SM as soon as one is free; before they wait for this
-//         call's end they prefetch their first steps of K and V into the L2 cache, as in d4_prefetch.
+// d8_early_prefetch: the next call's blocks launch as soon as a block ends, and prefetch. Parent: d5_ready_parts.
+// Question: blocks finish at different times, and the bandwidth that they no longer use stays unused until the next call may read. What is
+//           gained when the next call's blocks take their slots immediately and prefetch their first keys?
+// Change: the next call may launch from the start, so that its blocks take an SM as soon as one is free. Before they wait for this call's
+//         end they prefetch their first steps of K and V into the L2 cache, as in d4_prefetch.
 // Layout: as the parent's.
 // Requires: as the parent.
 #include "attention.cuh"
@@ -14,76 +14,76 @@
 #include "tile.cuh"
 
 constexpr int THREADS = WARPS * WARP;
-constexpr int TILE_Q = MMA_M;                        // packed rows: what one MMA has; a larger group has more tiles
-constexpr int KEY_BLOCKS = STEP_KEYS / MMA_N;        // of 8 keys in a warp's step
-constexpr int COL_BLOCKS = HEAD_DIM / MMA_N;         // of 8 output columns
+constexpr int TILE_Q = MMA_M;                        // packed rows: M of one MMA; a larger group takes more tiles
+constexpr int KEY_BLOCKS = STEP_KEYS / MMA_N;        // blocks of 8 keys in a warp's step
+constexpr int COL_BLOCKS = HEAD_DIM / MMA_N;         // blocks of 8 output columns
 constexpr int D_STEPS = HEAD_DIM / MMA_K;
 constexpr int ROW_BYTES = HEAD_DIM * sizeof(element);
-constexpr int STEP_BYTES = STEP_KEYS * ROW_BYTES;    // of K or V
+constexpr int STEP_BYTES = STEP_KEYS * ROW_BYTES;    // of each of K and V
 constexpr int ROW_CHUNKS = HEAD_DIM / CHUNK;
-constexpr int COPY_ROWS = WARP / ROW_CHUNKS;         // rows that a warp copies by one instruction
-enum : int {   // for head dim 96, whose rows have 12 chunks; no constants, whose names would stand in the others' machine code
-  SWAPPED_CHUNKS = ROW_CHUNKS % MATRIX == 0 ? MATRIX : 4,   // of a row, that change places
+constexpr int COPY_ROWS = WARP / ROW_CHUNKS;         // rows that a warp copies with one instruction
+enum : int {   // for head dim 96 (12 chunks per row); an enum, as constants' names would appear in the other head dims' machine code
+  SWAPPED_CHUNKS = ROW_CHUNKS % MATRIX == 0 ? MATRIX : 4,   // size of the groups of chunks that the swizzle permutes
   COPY_LANES = COPY_ROWS * ROW_CHUNKS,                      // lanes of a warp with a chunk to copy
 };
-constexpr int PART = 4;                              // neighbouring columns that a thread combines: 16 bytes of FP32
+constexpr int PART = 4;                              // adjacent columns that one thread combines: 16 bytes of FP32
 constexpr int ROW_PARTS = HEAD_DIM / PART;
-constexpr int PARTS_AT_ONCE = 16;                    // of a tile, whose loads are under way together
-constexpr bool KEEP_TILES_WHOLE = WHOLE_TILES && HEAD_DIM < 256;   // there no register is left for it
-constexpr float LOWEST = -0x1p100f;                  // below every score: the reference of a warp or block that saw no key
+constexpr int PARTS_AT_ONCE = 16;                    // partial results of a tile whose loads are in flight together
+constexpr bool KEEP_TILES_WHOLE = WHOLE_TILES && HEAD_DIM < 256;   // at head dim 256 no registers are left for it
+constexpr float LOWEST = -0x1p100f;                  // below any realistic score: reference of a warp or block with no visible key
 static_assert(STEP_KEYS % MMA_K == 0, "STEP_KEYS must be a multiple of 16");
 static_assert(PIPELINE_STAGES >= 2, "a warp copies into one buffer while it reads another");
-static_assert(SPLITS >= 1, "SPLITS is a number of blocks");
-static_assert(PREFETCH_STEPS >= 0, "PREFETCH_STEPS is a number of steps");
+static_assert(SPLITS >= 1, "SPLITS must be a positive number of blocks");
+static_assert(PREFETCH_STEPS >= 0, "PREFETCH_STEPS must not be negative");
 
 struct alignas(16) Part {
   float x[PART];
 };
 
-// A warp's buffers: STEP_KEYS rows of K, then as many of V.
+// One stage of a warp's ring: STEP_KEYS rows of K, then STEP_KEYS rows of V.
 struct Step {
   alignas(128) element K[STEP_KEYS * HEAD_DIM];
   alignas(128) element V[STEP_KEYS * HEAD_DIM];
 };
 
-// A block's part of a tile, in the workspace: each word the complement of a float, and 0 before it is written. No float's complement
-// is 0, for arithmetic makes no NaN of all ones. Each Part has a maximum and a sum of its own, so that one thread reads and clears it.
+// A block's partial result of a tile, in the workspace. Each word is the complement of a float, or 0 before it is written: a complement
+// is never 0, as arithmetic never yields the all-ones NaN. Each Part has its own maximum and sum, so that one thread reads and clears it.
 struct TilePart {
   uint4 O[TILE_Q * ROW_PARTS];   // not yet divided by the sum
   uint2 max_sum[TILE_Q * ROW_PARTS];
 };
 
 struct SharedStorage {
-  Step ring[WARPS][PIPELINE_STAGES];   // at the end of a tile the buffer read last holds the warp's output, not yet divided by its sum
+  Step ring[WARPS][PIPELINE_STAGES];   // at the end of a tile, the buffer read last holds the warp's output, not yet divided by its sum
   float warp_max[WARPS][TILE_Q], warp_sum[WARPS][TILE_Q];
-  int warp_slot[WARPS];                // that buffer
-  unsigned long long share;            // steps a block
-  int last_of;                         // the tile that other blocks began and this one ends: it combines that; -1: none
+  int warp_slot[WARPS];                // index of that buffer
+  unsigned long long share;            // steps per block
+  int last_of;                         // tile that other blocks began and this block ends and combines; -1: none
 };
-static_assert(sizeof(float[TILE_Q][HEAD_DIM]) <= sizeof(Step), "a warp's output must fit a buffer of its ring");
+static_assert(sizeof(float[TILE_Q][HEAD_DIM]) <= sizeof(Step), "a warp's output must fit into one buffer of its ring");
 
 extern "C" __device__ const ShareLaunchShape launch_shape = {
     {{{THREADS, sizeof(SharedStorage), TILE_Q, 0, 0, 1}, 0, 1}, WARPS * STEP_KEYS}, MIN_BLOCKS, SPLITS, sizeof(TilePart) / 4,
     KEEP_TILES_WHOLE, 1};
 
-// Where chunk `chunk` of row `row` lies, in elements from the first: 8 rows of one chunk, which ldmatrix reads at once, are in
-// different banks.
+// Offset in elements of chunk `chunk` of row `row`. The swizzle places the 8 rows of one chunk column, which ldmatrix reads together,
+// in different banks.
 __device__ __forceinline__ int swizzled(int row, int chunk) {
   return row * HEAD_DIM + (chunk ^ row / (MATRIX / SWAPPED_CHUNKS) % SWAPPED_CHUNKS) * CHUNK;
 }
 
-// Where, in bytes, a row of ldmatrix is whose chunk is 2·d or 2·d + 1, when `at` is where it is for d = 0.
+// Byte address of an ldmatrix row whose chunk is 2·d or 2·d + 1, given its address `at` for d = 0.
 __device__ __forceinline__ unsigned chunks_at(unsigned at, int d) {
-  constexpr int SWAPPED = SWAPPED_CHUNKS * sizeof(Chunk);   // bytes within which chunks change places
+  constexpr int SWAPPED = SWAPPED_CHUNKS * sizeof(Chunk);   // span in bytes within which chunks are permuted
   const int distance = 2 * d * sizeof(Chunk);
   return (at ^ distance % SWAPPED) + distance / SWAPPED * SWAPPED;
 }
 
-// Where column `col` of row `row` of a warp's output lies, in floats: 4 rows of an accumulator meet all banks once.
+// Offset in floats of column `col` of row `row` of a warp's output. 4 rows of an accumulator cover every bank once.
 __device__ __forceinline__ int swizzled_output(int row, int col) { return row * HEAD_DIM + (col ^ row % 4 * MMA_N); }
 
-// Copy 8 elements, or write zeros where there are none: a key that is masked still meets the GEMM with V, and 0 · garbage may be
-// NaN. cp.async returns at once, the caller commits the group and waits for it.
+// Copies 8 elements, or writes zeros if `exists` is false: a masked key still takes part in the PV GEMM, where 0 · garbage may be NaN.
+// cp.async returns immediately; the caller commits the group and waits for it.
 __device__ __forceinline__ void copy_chunk(element* target_smem, const element* source_gmem, bool exists) {
   if constexpr (ALIGNED) {
     ptx::cp_async_cg_16(target_smem, source_gmem, exists ? sizeof(Chunk) : 0);
@@ -94,7 +94,7 @@ __device__ __forceinline__ void copy_chunk(element* target_smem, const element* 
   }
 }
 
-// Two neighbouring elements in a register.
+// Reads two adjacent elements into one register.
 __device__ __forceinline__ unsigned read_pair(const element* source) {
   if constexpr (ALIGNED) return *reinterpret_cast<const unsigned*>(source);
   const element pair[2] = {source[0], source[1]};
@@ -106,11 +106,11 @@ attention_d8_early_prefetch(const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) unsigned char shared_bytes[];
   SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
   if (!ALLOW_LATE) ptx::griddepcontrol_launch_dependents();
-  const int warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP, 0);   // a shuffle tells the compiler that a warp has but one
+  const int warp = __shfl_sync(FULL_WARP, threadIdx.x / WARP, 0);   // the shuffle tells the compiler that the value is warp-uniform
   const int lane = threadIdx.x % WARP;
-  const int group = p.q_heads / p.kv_heads;                        // query heads of a K/V head
-  const int q_tiles = (group * p.q_len + TILE_Q - 1) / TILE_Q;     // of a K/V head
-  // The query row of a packed row: a quotient of small numbers, which half a row more keeps away from the next whole number.
+  const int group = p.q_heads / p.kv_heads;                        // query heads per K/V head
+  const int q_tiles = (group * p.q_len + TILE_Q - 1) / TILE_Q;     // tiles per K/V head
+  // Query row of a packed row. The operands are small, and adding half a row keeps the quotient away from the next integer.
   const float inv_group = __fdividef(1.0f, group);
   struct Tile { int batch, kv_head, first_row, num_rows; };
   const auto tile_of = [&](int id) {
@@ -121,16 +121,16 @@ attention_d8_early_prefetch(const __grid_constant__ AttentionParams p) {
   const auto head_of_row = [&](const Tile& tile, int row) {
     return tile.kv_head * group + tile.first_row + row - q_row_of(tile, row) * group;
   };
-  const auto row_of = [&](const TensorView& tensor, const Tile& tile, int row) {   // in Q or O
+  const auto row_of = [&](const TensorView& tensor, const Tile& tile, int row) {   // address of a packed row in Q or O
     return head_of(tensor, tile.batch, head_of_row(tile, row)) + q_row_of(tile, row) * tensor.row_stride;
   };
 
-  // All tiles' keys in steps of STEP_KEYS, one after the other: this block's share begins at step `first_step` of tile `first_tile`
-  // and is dealt out to its warps, so that the block reads one contiguous stretch of K and V. A warp may get none.
-  const int hidden_steps = first_key(p, 0) / STEP_KEYS;   // before the window of every row of every tile
+  // The steps of all tiles, STEP_KEYS keys each, are concatenated. This block's share begins at step `first_step` of tile `first_tile` and
+  // is dealt out round-robin to its warps, so that the block reads contiguous stretches of K and V. A warp may get none.
+  const int hidden_steps = first_key(p, 0) / STEP_KEYS;   // steps before the window of every row of every tile
   const int num_tiles = q_tiles * p.kv_heads * p.batch;
   int tile_steps = (p.kv_len + STEP_KEYS - 1) / STEP_KEYS - hidden_steps;
-  if (KEEP_TILES_WHOLE && gridDim.x % num_tiles == 0) {   // as many blocks for each: steps without keys fill up the last one's share
+  if (KEEP_TILES_WHOLE && gridDim.x % num_tiles == 0) {   // equally many blocks per tile: steps without keys pad the last share
     const int tile_blocks = gridDim.x / num_tiles;
     tile_steps = (tile_steps + tile_blocks - 1) / tile_blocks * tile_blocks;
   }
@@ -140,17 +140,17 @@ attention_d8_early_prefetch(const __grid_constant__ AttentionParams p) {
   const int first_tile = first / tile_steps;
   const int first_step = first - static_cast<unsigned long long>(first_tile) * tile_steps;
   int steps_left = min(share, num_steps - first);
-  if (steps_left == 0) return;   // shares are rounded up
-  // Not read before the first tile's end, which waits for all threads. Here they take no registers.
+  if (steps_left == 0) return;   // shares are rounded up: a block may get no steps
+  // Read only after the block-wide barrier at the end of the first tile. In shared memory these values occupy no registers.
   if (threadIdx.x == 0) smem.share = share, smem.last_of = first_step > 0 && first_step + steps_left >= tile_steps ? first_tile : -1;
 
   Step* ring = smem.ring[warp];
   const int copy_row = lane / ROW_CHUNKS, copy_chunk_id = lane % ROW_CHUNKS;
   const bool copies = COPY_LANES == WARP || lane < COPY_LANES;
-  int fetch_at = first_step + warp;   // the warp's next step to be copied, counted from the start of the block's first tile
+  int fetch_at = first_step + warp;   // the warp's next step to copy, counted from the start of the block's first tile
   const int last_step = first_step + steps_left;
   int fetch_step;                       // the same, counted from the start of its own tile
-  const element *K_source, *V_source;   // this lane's chunk of its first row; pointers that walk save computing addresses
+  const element *K_source, *V_source;   // this lane's chunk of the first row it copies; incrementing saves recomputing addresses
   const auto seek = [&] {
     fetch_step = fetch_at % tile_steps;
     const Tile tile = tile_of(first_tile + fetch_at / tile_steps);
@@ -159,11 +159,11 @@ attention_d8_early_prefetch(const __grid_constant__ AttentionParams p) {
     V_source = head_of(p.V, tile.batch, tile.kv_head) + row * p.V.row_stride + copy_chunk_id * CHUNK;
   };
   seek();
-  // The warp's next step into its ring's buffer `slot`, of the next tile where this one's are all on their way; past the last nothing.
+  // Copies the warp's next step into buffer `slot` of its ring; the next tile's first after a tile's last. Does nothing past the end.
   const auto fetch = [&](int slot) {
     if (fetch_at >= last_step || !copies) return;
     if (fetch_step >= tile_steps) seek();
-    const int num_keys = p.kv_len - (hidden_steps + fetch_step) * STEP_KEYS;            // from the step's first key on
+    const int num_keys = p.kv_len - (hidden_steps + fetch_step) * STEP_KEYS;            // keys from the step's first one on
     const int hidden_keys = first_key(p, 0) - (hidden_steps + fetch_step) * STEP_KEYS;   // before every row's window
 #pragma unroll
     for (int row = 0; row < STEP_KEYS; row += COPY_ROWS) {
@@ -183,8 +183,8 @@ attention_d8_early_prefetch(const __grid_constant__ AttentionParams p) {
     fetch_step += WARPS;
   };
 
-  // The warp's first steps of its first tile, into the L2 cache: a row at a time, or all rows of a step where they lie together.
-  // Nothing is read yet, so kernels before this one may still write these rows: they do so through the same cache.
+  // Prefetches the warp's first steps of its first tile into the L2 cache: row by row, or all rows of a step if they are contiguous.
+  // Nothing is read yet, so preceding kernels may still write these rows: their writes go through the same cache.
   if constexpr (ALIGNED && PREFETCH_STEPS > 0) {
     const Tile tile = tile_of(first_tile);
     const auto prefetch = [&](const TensorView& tensor, int key, int num_rows) {
@@ -194,35 +194,35 @@ attention_d8_early_prefetch(const __grid_constant__ AttentionParams p) {
     const int rows_at_once = p.K.row_stride == HEAD_DIM && p.V.row_stride == HEAD_DIM ? STEP_KEYS : 1;
     const int prefetch_end = min(fetch_at + PREFETCH_STEPS * WARPS, min(last_step, tile_steps));
     for (int step = fetch_at; step < prefetch_end; step += WARPS) {
-      for (int row = lane * rows_at_once; row < 2 * STEP_KEYS; row += WARP * rows_at_once) {   // of K, then of V
+      for (int row = lane * rows_at_once; row < 2 * STEP_KEYS; row += WARP * rows_at_once) {   // rows of K, then of V
         const int key = (hidden_steps + step) * STEP_KEYS + row % STEP_KEYS;
         if (key < p.kv_len) prefetch(row < STEP_KEYS ? p.K : p.V, key, min(rows_at_once, p.kv_len - key));
       }
     }
   }
 
-  ptx::griddepcontrol_wait();   // Q, K and V may come from the kernel before this one, and it may still use O and the workspace
+  ptx::griddepcontrol_wait();   // a preceding kernel may produce Q, K and V, and may still use O and the workspace
 #pragma unroll
   for (int i = 0; i < PIPELINE_STAGES - 1; ++i) {
     fetch(i);
     ptx::cp_async_commit_group();
   }
 
-  // Where this lane's row of a 16 × 16 tile is, in bytes from the tile's first.
+  // This lane's ldmatrix offset in a 16 × 16 tile, in bytes.
   const unsigned of_rows = swizzled(lane_row_of_rows(lane), lane_chunk_of_rows(lane)) * sizeof(element);            // Q and V
   const unsigned of_columns = swizzled(lane_row_of_columns(lane), lane_chunk_of_columns(lane)) * sizeof(element);   // K
-  const unsigned ring_at = warp * PIPELINE_STAGES * sizeof(Step);   // of shared memory, in bytes
-  const int lane_row = lane / ROW_LANES;              // of the two rows it holds of an accumulator, the first
-  const int lane_col = lane % ROW_LANES * 2;          // of the two columns, the first
+  const unsigned ring_at = warp * PIPELINE_STAGES * sizeof(Step);   // byte offset in shared memory
+  const int lane_row = lane / ROW_LANES;              // first of the two accumulator rows that this lane holds
+  const int lane_col = lane % ROW_LANES * 2;          // first of the two adjacent columns that it holds
 
-  // Maxima are taken of scores before they are scaled, so the scale must be positive: a negative one's sign goes into Q, and where
-  // it is 0, Q is.
+  // The row maximum is taken over unscaled scores, so the scale must be positive: the sign of a negative scale is applied to Q, and for
+  // a scale of 0, Q is set to 0.
   const float scale_log2 = p.scale_log2 == 0.0f ? 1.0f : fabsf(p.scale_log2);
   const unsigned sign = p.scale_log2 < 0.0f ? 0x80008000u : 0u;
 
-  // Writes columns of a row, and its log-sum-exp.
+  // Writes PART columns of an output row and, with the first of them, the row's log-sum-exp.
   const auto finish = [&](const Tile& tile, int row, int part_id, const Part& O, float max, float sum) {
-    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 when the row sees no key
+    const float inv_sum = sum == 0.0f ? 0.0f : 1.0f / sum;   // 0 if the row has no visible key
     element* O_gmem = row_of(p.O, tile, row) + part_id * PART;
     if constexpr (ALIGNED) {
       *reinterpret_cast<uint2*>(O_gmem) = make_uint2(pack(O.x[0] * inv_sum, O.x[1] * inv_sum, element{}),
@@ -237,18 +237,18 @@ attention_d8_early_prefetch(const __grid_constant__ AttentionParams p) {
     }
   };
 
-  // The parts of block b: [2b] of a tile that began before its share, [2b + 1] of one that goes on after it.
+  // Partial results of block b: [2b] of a tile begun by an earlier block, [2b + 1] of a tile begun by block b and continued by a later one.
   TilePart* parts = reinterpret_cast<TilePart*>(p.work + MAX_SHARES);
   int slot = 0;
-  int step = first_step + warp;   // of the warp
+  int step = first_step + warp;   // the warp's current step, counted from the start of the current tile
   for (int tile_id = first_tile, begin = first_step; steps_left > 0; ++tile_id, begin = 0) {
     const Tile tile = tile_of(tile_id);
     const int end = min(tile_steps, begin + steps_left);   // this block's steps of the tile: [begin, end)
     steps_left -= end - begin;
-    const int full_keys = visible_keys(p, q_row_of(tile, 0));   // the first row sees the fewest: up to here nothing is masked
-    const int full_first = first_key(p, q_row_of(tile, tile.num_rows - 1));   // in a window: the last row's begins last
+    const int full_keys = visible_keys(p, q_row_of(tile, 0));   // smallest for the first row: no row's visible range ends before it
+    const int full_first = first_key(p, q_row_of(tile, tile.num_rows - 1));   // with a window: the last row's window begins last
 
-    // Q goes straight to the registers, while the first keys are on their way: it is little, and each warp needs all of it. Rows
+    // Q is loaded directly into registers while the first keys are in flight: it is small, and every warp needs all of it. Rows
     // past the last are 0.
     unsigned Q_frag[D_STEPS][4] = {};
 #pragma unroll
@@ -260,12 +260,12 @@ attention_d8_early_prefetch(const __grid_constant__ AttentionParams p) {
       for (int i = 0; i < 2 * D_STEPS; ++i) Q_frag[i / 2][i % 2 * 2 + half] = read_pair(Q_gmem + i * MMA_N) ^ sign;
     }
 
-    float O_reg[COL_BLOCKS][4] = {};              // (16, HEAD_DIM) of the warp's own keys
-    float row_max[HALVES] = {LOWEST, LOWEST};     // reference of the exponentials, in units of log2; the same in the 4 lanes of a row
-    float row_sum[HALVES] = {};                   // this lane's share of the sum of 2^(score - row_max)
+    float O_reg[COL_BLOCKS][4] = {};              // (16, HEAD_DIM), over the warp's own keys
+    float row_max[HALVES] = {LOWEST, LOWEST};     // reference of the exponentials, in log2 units; the same in the 4 lanes of a row
+    float row_sum[HALVES] = {};                   // this lane's partial sum of 2^(score - row_max)
     for (; step < end; step += WARPS) {
-      ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this lane's chunks of this step have landed
-      __syncwarp();                                      // the warp's have; and it is done with the buffer that is next to be filled
+      ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this lane's chunks of this step have arrived
+      __syncwarp();                                      // the whole warp's have, and all lanes are done with the buffer filled next
       fetch(slot == 0 ? PIPELINE_STAGES - 1 : slot - 1);
       ptx::cp_async_commit_group();
       const unsigned K_at = ring_at + slot * sizeof(Step) + of_columns;
@@ -293,12 +293,12 @@ attention_d8_early_prefetch(const __grid_constant__ AttentionParams p) {
 #endif
 
       const int step_key = (hidden_steps + step) * STEP_KEYS;
-      if (step_key + STEP_KEYS > full_keys || WINDOW && step_key < full_first) {   // some row does not see some key
+      if (step_key + STEP_KEYS > full_keys || WINDOW && step_key < full_first) {   // some key is masked for some row
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const int q_row = q_row_of(tile, e / 2 * MATRIX + lane_row), column = step_key + lane_col + e % 2;
-          const int num_keys = visible_keys(p, q_row) - column;   // of this step, from this column on
-          const int hidden_keys = first_key(p, q_row) - column;   // before the row's window
+          const int num_keys = visible_keys(p, q_row) - column;   // visible keys from this column on
+          const int hidden_keys = first_key(p, q_row) - column;   // keys from this column on that precede the row's window
 #pragma unroll
           for (int j = 0; j < KEY_BLOCKS; ++j) {
             if (j * MMA_N >= num_keys || WINDOW && j * MMA_N < hidden_keys) S_reg[j][e] = NEG_INF;
@@ -316,10 +316,10 @@ attention_d8_early_prefetch(const __grid_constant__ AttentionParams p) {
         new_max[half] = fmaxf(row_max[half], __fmul_rn(lanes_max<ROW_LANES>(step_max), scale_log2));
         grown |= new_max[half] > row_max[half] + LAZY_RESCALE;
       }
-      if (__any_sync(FULL_WARP, grown)) {   // else the old reference will do
+      if (__any_sync(FULL_WARP, grown)) {   // otherwise the old reference is kept
 #pragma unroll
         for (int half = 0; half < HALVES; ++half) {
-          const float rescale = ptx::ex2_approx_ftz(row_max[half] - new_max[half]);   // 0 at the first keys
+          const float rescale = ptx::ex2_approx_ftz(row_max[half] - new_max[half]);   // 0 for a row's first visible keys
           row_max[half] = new_max[half];
           row_sum[half] *= rescale;
 #pragma unroll
@@ -330,9 +330,9 @@ attention_d8_early_prefetch(const __grid_constant__ AttentionParams p) {
         }
       }
 
-      // Two blocks of 8 columns of an accumulator lie as one of 16 of the next GEMM's first operand does.
-      // A score is scaled and rounded as the maximum was before that is subtracted: fused, the rounding of one alone stays in the
-      // difference, which for the largest of inputs is thousands of powers of two. Here there is time for it.
+      // Two 8-column blocks of an accumulator have the register layout of one 16-column A fragment of the next GEMM.
+      // A score is scaled and rounded as the maximum was, and only then is the maximum subtracted. With a fused multiply-add the rounding
+      // error of the maximum would remain: thousands, in the exponent, for the largest inputs. The extra instruction is affordable here.
 #pragma unroll
       for (int k = 0; k < STEP_KEYS / MMA_K; ++k) {
         unsigned P_frag[4];
@@ -353,15 +353,15 @@ attention_d8_early_prefetch(const __grid_constant__ AttentionParams p) {
         }
       }
     }
-    step -= tile_steps;   // of the next tile
+    step -= tile_steps;   // now counted from the start of the next tile
 
-    // The next kernel's blocks may come, wherever there is room: they wait as this one did.
+    // Lets the next kernel's blocks launch wherever there is room; like this one, they wait at griddepcontrol.wait.
     if (ALLOW_LATE && steps_left == 0) ptx::griddepcontrol_launch_dependents();
 
-    // The warps' parts of the tile meet in shared memory, while the next tile's first keys come.
-    const int read_slot = slot == 0 ? PIPELINE_STAGES - 1 : slot - 1;   // nothing is on its way into this buffer
+    // The warps' partial results of the tile are combined in shared memory while the next tile's first keys are in flight.
+    const int read_slot = slot == 0 ? PIPELINE_STAGES - 1 : slot - 1;   // no copy into this buffer is in flight
     float* O_warp = reinterpret_cast<float*>(&ring[read_slot]);
-    __syncwarp();   // every lane is done with the keys in it
+    __syncwarp();   // all lanes are done with the keys in it
 #pragma unroll
     for (int half = 0; half < HALVES; ++half) {
       const int row = half * MATRIX + lane_row;
@@ -377,7 +377,7 @@ attention_d8_early_prefetch(const __grid_constant__ AttentionParams p) {
       }
     }
     if (lane == 0) smem.warp_slot[warp] = read_slot;
-    __syncthreads();   // they are all there
+    __syncthreads();   // all warps' partial results are in shared memory
     const bool whole = begin == 0 && end == tile_steps;
     TilePart& mine = parts[2 * blockIdx.x + (begin == 0)];
     for (int i = threadIdx.x; i < tile.num_rows * ROW_PARTS; i += THREADS) {
@@ -390,7 +390,7 @@ attention_d8_early_prefetch(const __grid_constant__ AttentionParams p) {
       for (int w = 0; w < WARPS; ++w) {
         const float* O_warp = reinterpret_cast<const float*>(&smem.ring[w][smem.warp_slot[w]]);
         const Part part = *reinterpret_cast<const Part*>(&O_warp[swizzled_output(row, part_id * PART)]);
-        const float weight = ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);   // of a warp that saw no key 0, or 1 where none did
+        const float weight = ptx::ex2_approx_ftz(smem.warp_max[w][row] - max);   // 0 if the warp saw no key, or 1 if no warp did
         sum = fmaf(weight, smem.warp_sum[w][row], sum);
 #pragma unroll
         for (int c = 0; c < PART; ++c) O.x[c] = fmaf(weight, part.x[c], O.x[c]);
@@ -403,11 +403,11 @@ attention_d8_early_prefetch(const __grid_constant__ AttentionParams p) {
         ptx::st_relaxed_gpu(&mine.max_sum[i], make_uint2(~__float_as_uint(max), ~__float_as_uint(sum)));
       }
     }
-    __syncthreads();   // the rings may be filled again
+    __syncthreads();   // the buffers that held the outputs may be refilled
   }
 
-  // One of the block's tiles at most has parts of the blocks before and ends here. Those were launched before this one, so that it can
-  // wait for them.
+  // At most one of the block's tiles has partial results of earlier blocks and ends in this block. The earlier blocks were launched before
+  // this one, so it can wait for them.
   const int tile_id = smem.last_of;
   if (tile_id < 0) return;
   const Tile tile = tile_of(tile_id);
@@ -416,7 +416,7 @@ attention_d8_early_prefetch(const __grid_constant__ AttentionParams p) {
   for (int i = threadIdx.x; i < tile.num_rows * ROW_PARTS; i += THREADS) {
     float max = LOWEST, sum = 0.0f;
     Part O = {};
-    for (int from = 0; from < num_parts; from += PARTS_AT_ONCE) {   // by block, whoever came last: the same sum at every call
+    for (int from = 0; from < num_parts; from += PARTS_AT_ONCE) {   // in block order, whichever finishes last: a fixed summation order
       uint4 part[PARTS_AT_ONCE];
       uint2 max_sum[PARTS_AT_ONCE];
       const auto of_block = [&](int k) -> TilePart& { return parts[2 * (first_block + from + k) + (from + k == 0)]; };
@@ -432,11 +432,11 @@ attention_d8_early_prefetch(const __grid_constant__ AttentionParams p) {
 #pragma unroll
       for (int k = 0; k < PARTS_AT_ONCE; ++k) {
         if (from + k >= num_parts) {
-          part[k] = make_uint4(~0u, ~0u, ~0u, ~0u), max_sum[k] = make_uint2(~__float_as_uint(LOWEST), ~0u);   // nothing: zeros
+          part[k] = make_uint4(~0u, ~0u, ~0u, ~0u), max_sum[k] = make_uint2(~__float_as_uint(LOWEST), ~0u);   // absent: zeros
           continue;
         }
-        while (!part[k].x || !part[k].y || !part[k].z || !part[k].w || !max_sum[k].x || !max_sum[k].y) read(k);   // not there yet
-        ptx::st_relaxed_gpu(&of_block(k).O[i], make_uint4(0, 0, 0, 0));   // for the next launch
+        while (!part[k].x || !part[k].y || !part[k].z || !part[k].w || !max_sum[k].x || !max_sum[k].y) read(k);   // not yet written
+        ptx::st_relaxed_gpu(&of_block(k).O[i], make_uint4(0, 0, 0, 0));   // reset for the next launch
         ptx::st_relaxed_gpu(&of_block(k).max_sum[i], make_uint2(0, 0));
         new_max = fmaxf(new_max, __uint_as_float(~max_sum[k].x));
       }

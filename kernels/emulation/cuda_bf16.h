@@ -1,5 +1,5 @@
-// In the place of CUDA's <cuda_bf16.h>: bfloat16, under the same names (CUDA Math API, "Bfloat16 Precision Intrinsics").
-// The types have CUDA's sizes and alignments and are trivially copyable, so memory looks as it does on a GPU.
+// Replaces CUDA's <cuda_bf16.h>: bfloat16, under the same names (CUDA Math API, "Bfloat16 Precision Intrinsics").
+// The types have CUDA's sizes and alignments and are trivially copyable, so memory has the same layout as on a GPU.
 #pragma once
 #include "cuda_fp16.h"
 
@@ -128,6 +128,6 @@ __forceinline__ __nv_bfloat162 __lowhigh2highlow(__nv_bfloat162 x) { return __nv
 #undef NARROW2
 
 static_assert(sizeof(__nv_bfloat16) == 2 && sizeof(__nv_bfloat162) == 4 && alignof(__nv_bfloat162) == 4,
-              "memory must look as it does on a GPU");
+              "the memory layout must be the same as CUDA's");
 static_assert(std::is_trivially_copyable_v<__nv_bfloat16> && std::is_trivially_copyable_v<__nv_bfloat162>,
-              "copies must be plain bytes");
+              "must be trivially copyable");

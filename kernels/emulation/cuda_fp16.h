@@ -1,5 +1,5 @@
-// In the place of CUDA's <cuda_fp16.h>: half precision, under the same names (CUDA Math API, "Half Precision Intrinsics").
-// The types have CUDA's sizes and alignments and are trivially copyable, so memory looks as it does on a GPU.
+// Replaces CUDA's <cuda_fp16.h>: half precision, under the same names (CUDA Math API, "Half Precision Intrinsics").
+// The types have CUDA's sizes and alignments and are trivially copyable, so memory has the same layout as on a GPU.
 #pragma once
 #include "emulation_types.h"
 #include "narrow.h"
@@ -127,5 +127,5 @@ __forceinline__ __half2 __lowhigh2highlow(__half2 x) { return __half2(x.y, x.x);
 #undef NARROW
 #undef NARROW2
 
-static_assert(sizeof(__half) == 2 && sizeof(__half2) == 4 && alignof(__half2) == 4, "memory must look as it does on a GPU");
-static_assert(std::is_trivially_copyable_v<__half> && std::is_trivially_copyable_v<__half2>, "copies must be plain bytes");
+static_assert(sizeof(__half) == 2 && sizeof(__half2) == 4 && alignof(__half2) == 4, "the memory layout must be the same as CUDA's");
+static_assert(std::is_trivially_copyable_v<__half> && std::is_trivially_copyable_v<__half2>, "must be trivially copyable");

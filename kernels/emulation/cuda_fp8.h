@@ -1,5 +1,5 @@
-// In the place of CUDA's <cuda_fp8.h>: e4m3 (448 at most, no infinities) and e5m2, under the same names (CUDA Math API, "FP8").
-// There is no arithmetic: numbers of 8 bits are converted, and multiplied by tensor cores.
+// Replaces CUDA's <cuda_fp8.h>: e4m3 (448 at most, no infinities) and e5m2, under the same names (CUDA Math API, "FP8").
+// There is no arithmetic: 8-bit numbers are only converted, and multiplied by tensor cores.
 #pragma once
 #include "cuda_bf16.h"
 
@@ -7,7 +7,7 @@ using __nv_fp8_storage_t = unsigned char;
 using __nv_fp8x2_storage_t = unsigned short;   // the first number in the lower byte
 using __nv_fp8x4_storage_t = unsigned int;
 
-// What lies beyond the largest number, infinities included: NaN or an infinity, or the largest number.
+// What a value beyond the largest number becomes, infinities included: NaN or infinity, or the largest number.
 enum __nv_saturation_t { __NV_NOSAT, __NV_SATFINITE };
 enum __nv_fp8_interpretation_t { __NV_E4M3, __NV_E5M2 };
 
@@ -33,7 +33,7 @@ __forceinline__ constexpr unsigned short two_bytes(unsigned char low, unsigned c
 }  // namespace emu
 
 // --- conversions ------------------------------------------------------------------------------------------------------------
-// From 32-bit and 64-bit numbers, and from 16-bit ones by way of float, which is exact.
+// From 32-bit and 64-bit numbers, and from 16-bit ones through float, which is exact.
 #define EMULATION_TO_FP8(one, One, two, Two, wide)                                                                           \
   __forceinline__ __nv_fp8_storage_t one(One x, __nv_saturation_t saturation, __nv_fp8_interpretation_t interpretation) {    \
     return emu::to_fp8(wide(x), saturation, interpretation);                                                                 \
@@ -133,5 +133,5 @@ using __nv_fp8x2_e5m2 = emu::Fp8x2<__NV_E5M2>;
 using __nv_fp8x4_e4m3 = emu::Fp8x4<__NV_E4M3>;
 using __nv_fp8x4_e5m2 = emu::Fp8x4<__NV_E5M2>;
 static_assert(sizeof(__nv_fp8_e4m3) == 1 && sizeof(__nv_fp8x2_e4m3) == 2 && sizeof(__nv_fp8x4_e4m3) == 4,
-              "memory must look as it does on a GPU");
-static_assert(std::is_trivially_copyable_v<__nv_fp8_e4m3>, "copies must be plain bytes");
+              "the memory layout must be the same as CUDA's");
+static_assert(std::is_trivially_copyable_v<__nv_fp8_e4m3>, "must be trivially copyable");

@@ -1,10 +1,10 @@
-// Arithmetic that CUDA C++ has built in and a host compiler has not, under the names of the CUDA Math API.
+// Arithmetic that is built into CUDA C++ but not into host compilers, under the names of the CUDA Math API.
 //
-// Everything here acts on values alone, so it also compiles outside of a kernel, with no runtime. Where CUDA promises less than
-// the C library gives (the __…f intrinsics, the ".approx" instructions), the C library's better answer is taken. Intrinsics
-// that round otherwise than to nearest even (__fadd_rz, …) are absent: a kernel that calls one does not compile.
+// Everything here operates on values only, so it also compiles outside a kernel, without the runtime. Where CUDA guarantees less than
+// the C library (the __…f intrinsics, the ".approx" instructions), the C library's more accurate result is used. Arithmetic intrinsics
+// with a rounding other than to nearest even (__fadd_rz, …) are absent: a kernel that calls one does not compile.
 #pragma once
-#include <math.h>   // not <cmath>: this one is read in half the time, and brings its names into the global namespace
+#include <math.h>   // not <cmath>: this header compiles in half the time, and declares its names in the global namespace
 
 #include <cstdint>
 #include <type_traits>
@@ -17,11 +17,11 @@ namespace emu {
 
 template <typename To, typename From>
 __forceinline__ constexpr To bits_as(From value) {
-  static_assert(sizeof(To) == sizeof(From), "the same bits as another type: both must be as large");
+  static_assert(sizeof(To) == sizeof(From), "bits_as reinterprets bits: both types must have the same size");
   return __builtin_bit_cast(To, value);
 }
 
-// PTX min and max: the number where one of the two is NaN, and -0 is less than 0.
+// PTX min and max: if one operand is NaN, the result is the other one; -0 is less than 0.
 template <typename T>
 __forceinline__ constexpr T smaller(T a, T b) {
   if constexpr (std::is_floating_point_v<T>) {
@@ -41,12 +41,12 @@ __forceinline__ constexpr T larger(T a, T b) {
   }
 }
 
-// Of two different types CUDA's min and max give the one that a + b would have.
+// For operands of different types, CUDA's min and max return the type of a + b.
 template <typename A, typename B>
 using Common = std::enable_if_t<std::is_arithmetic_v<A> && std::is_arithmetic_v<B>, decltype(A{} + B{})>;
 
-// To an integer that may be too small: PTX's cvt saturates, and makes NaN 0 (of 64 bits: the smallest integer, or for
-// unsigned the largest bit).
+// To an integer type that may be too small: PTX's cvt saturates, and turns NaN into 0 (64-bit types: into the smallest integer, or
+// for unsigned into the highest bit alone).
 template <typename Integer, typename Float>
 __forceinline__ constexpr Integer saturating_cast(Float rounded) {
   constexpr int DIGITS = static_cast<int>(sizeof(Integer)) * 8 - (std::is_signed_v<Integer> ? 1 : 0);
@@ -72,8 +72,8 @@ __forceinline__ constexpr emu::Common<A, B> max(A a, B b) {
 __forceinline__ constexpr unsigned umin(unsigned a, unsigned b) { return emu::smaller(a, b); }
 __forceinline__ constexpr unsigned umax(unsigned a, unsigned b) { return emu::larger(a, b); }
 
-// The C library's fmaxf and fminf are calls: hosts have no instruction with their NaN rule. These are inlined in their place;
-// gnu_inline says that the library still owns the symbol, and the exception specification is the library's, whatever it is.
+// The C library's fmaxf and fminf are function calls: hosts have no instruction with their NaN rule. These are inlined instead;
+// gnu_inline means that the library still owns the symbol, and the exception specification copies the library's, whatever it is.
 extern "C" inline __attribute__((always_inline, gnu_inline)) float fmaxf(float a, float b) noexcept(noexcept(sqrtf(a))) {
   return emu::larger(a, b);
 }
@@ -85,7 +85,7 @@ extern "C" inline __attribute__((always_inline, gnu_inline)) float fminf(float a
 __forceinline__ float rsqrtf(float x) { return static_cast<float>(1.0 / __builtin_sqrt(static_cast<double>(x))); }
 __forceinline__ double rsqrt(double x) { return 1.0 / __builtin_sqrt(x); }
 __forceinline__ float fdividef(float x, float y) { return x / y; }
-#ifndef __GLIBC__   // it has both, as an extension
+#ifndef __GLIBC__   // glibc has both as extensions
 __forceinline__ float exp10f(float x) { return static_cast<float>(::pow(10.0, static_cast<double>(x))); }
 __forceinline__ double exp10(double x) { return ::pow(10.0, x); }
 #endif
@@ -130,7 +130,7 @@ __forceinline__ constexpr double __longlong_as_double(long long x) { return emu:
 __forceinline__ constexpr int __double2hiint(double x) { return static_cast<int>(emu::bits_as<std::uint64_t>(x) >> 32); }
 __forceinline__ constexpr int __double2loint(double x) { return static_cast<int>(emu::bits_as<std::uint64_t>(x)); }
 
-// A function for each rounding: to nearest even, toward zero, up, down.
+// One function for each rounding: to nearest even, toward zero, up, down.
 #define EMULATION_TO_INTEGER(prefix, Float, Integer, rint, trunc, ceil, floor)                                    \
   __forceinline__ Integer prefix##_rn(Float x) { return emu::saturating_cast<Integer>(__builtin_##rint(x)); }     \
   __forceinline__ Integer prefix##_rz(Float x) { return emu::saturating_cast<Integer>(__builtin_##trunc(x)); }    \
@@ -161,7 +161,7 @@ __forceinline__ constexpr int __popc(unsigned x) { return __builtin_popcount(x);
 __forceinline__ constexpr int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 __forceinline__ constexpr int __clz(int x) { return x ? __builtin_clz(static_cast<unsigned>(x)) : 32; }
 __forceinline__ constexpr int __clzll(long long x) { return x ? __builtin_clzll(static_cast<unsigned long long>(x)) : 64; }
-__forceinline__ constexpr int __ffs(int x) { return __builtin_ffs(x); }       // from 1; 0 where no bit is set
+__forceinline__ constexpr int __ffs(int x) { return __builtin_ffs(x); }       // counts from 1; 0 if no bit is set
 __forceinline__ constexpr int __ffsll(long long x) { return __builtin_ffsll(x); }
 __forceinline__ constexpr unsigned __brev(unsigned x) {
   x = (x & 0x55555555u) << 1 | (x >> 1 & 0x55555555u);
@@ -172,14 +172,14 @@ __forceinline__ constexpr unsigned __brev(unsigned x) {
 __forceinline__ constexpr unsigned long long __brevll(unsigned long long x) {
   return static_cast<unsigned long long>(__brev(static_cast<unsigned>(x))) << 32 | __brev(static_cast<unsigned>(x >> 32));
 }
-// Four of the eight bytes y:x; each hexadecimal digit of the selector names one, its highest bit is ignored.
+// Selects four of the eight bytes y:x; each hexadecimal digit of the selector selects one, and its highest bit is ignored.
 __forceinline__ constexpr unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   const std::uint64_t bytes = static_cast<std::uint64_t>(y) << 32 | x;
   unsigned result = 0;
   for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
   return result;
 }
-// hi:lo shifted by `shift`; 32 and more: modulo 32, or with _lc and _rc 32.
+// hi:lo shifted by `shift`, taken modulo 32, or for _lc and _rc limited to 32.
 __forceinline__ constexpr unsigned __funnelshift_l(unsigned lo, unsigned hi, unsigned shift) {
   return static_cast<unsigned>((static_cast<std::uint64_t>(hi) << 32 | lo) << (shift & 31) >> 32);
 }
@@ -202,7 +202,7 @@ __forceinline__ constexpr long long __mul64hi(long long a, long long b) {
 __forceinline__ constexpr unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
   return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
 }
-__forceinline__ constexpr int __mul24(int a, int b) {   // the product of the lower 24 bits, its lower 32
+__forceinline__ constexpr int __mul24(int a, int b) {   // the low 32 bits of the product of the low 24 bits
   return static_cast<int>(static_cast<unsigned>(a << 8 >> 8) * static_cast<unsigned>(b << 8 >> 8));
 }
 __forceinline__ constexpr unsigned __umul24(unsigned a, unsigned b) { return (a & 0xffffffu) * (b & 0xffffffu); }

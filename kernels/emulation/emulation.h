@@ -1,8 +1,8 @@
 // The CPU emulation of CUDA C++: included ahead of every kernel file (-include) by src/flashlab/run/emulator.py.
 //
-// A .cu file is compiled by g++ or clang++ as it stands. This header gives the language's keywords and built-ins a meaning;
-// the headers beside it take the place of CUDA's own (<cuda_fp16.h>, <cuda_bf16.h>, <cuda_fp8.h>, <mma.h>) and of the PTX
-// wrappers in kernels/common. Whatever has no meaning here is a compile error that names it. README.md explains the whole.
+// g++ or clang++ compiles a .cu file unmodified. This header defines the language's keywords and built-ins; the headers next to it
+// replace CUDA's own (<cuda_fp16.h>, <cuda_bf16.h>, <cuda_fp8.h>, <mma.h>) and the PTX wrappers in kernels/common. Using anything
+// that is not defined here is a compile error that names it. README.md has an overview.
 #pragma once
 #if defined(__CUDACC__) || defined(__CUDA_ARCH__)
 #error "kernels/emulation is for g++ and clang++; a GPU compiler takes kernels/common alone."
@@ -28,9 +28,9 @@
 #define __cluster_dims__(...)
 #define __grid_constant__
 #define __align__(n) __attribute__((aligned(n)))
-// A block runs on an operating-system thread of its own, so what is thread-local is one a block. In a function the keyword
-// implies static, and beside extern it names the dynamic shared memory, which the runtime defines: CUDA's rules, both.
-// Without constinit g++ guards arrays of class types by a flag beside them, which the detector would take for shared memory.
+// Each block runs on its own operating-system thread, so a thread-local variable exists once per block. In a function the keyword
+// implies static, and with extern it declares the dynamic shared memory, which the runtime defines: both as in CUDA.
+// Without constinit g++ guards arrays of class types by a flag next to them, which the detector would take for shared memory.
 #ifdef __clang__
 #define __shared__ thread_local
 #else
@@ -42,8 +42,8 @@ using ushort = unsigned short;
 using uchar = unsigned char;
 using ulong = unsigned long;
 
-// --- where a thread is ------------------------------------------------------------------------------------------------------
-// Functions behind macros, so that a thread's place is asked anew after every switch between threads.
+// --- thread and block indices -----------------------------------------------------------------------------------------------
+// Macros that call functions, so that the calling thread's position is looked up again after every fiber switch.
 #define threadIdx (::emu::thread_index())
 #define blockIdx (::emu::block_index())
 #define blockDim (::emu::block_dim())
@@ -69,7 +69,7 @@ __forceinline__ T shuffle(unsigned mask, T value, int source_lane, const char* n
 }
 }  // namespace emu
 
-// `width` splits the warp into segments; a lane whose source lies outside its segment keeps its own value.
+// `width` splits the warp into segments; a lane whose source is out of range keeps its own value.
 template <typename T>
 __forceinline__ T __shfl_sync(unsigned mask, T value, int source_lane, int width = 32) {
   const int lane = emu::lane_id();
@@ -94,7 +94,7 @@ __forceinline__ T __shfl_down_sync(unsigned mask, T value, unsigned delta, int w
 __forceinline__ unsigned __ballot_sync(unsigned mask, int predicate) { return emu::ballot(mask, predicate, "__ballot_sync"); }
 __forceinline__ int __any_sync(unsigned mask, int predicate) { return emu::ballot(mask, predicate, "__any_sync") != 0; }
 __forceinline__ int __all_sync(unsigned mask, int predicate) { return emu::ballot(mask, predicate, "__all_sync") == mask; }
-// Of the lanes in `mask`.
+// The maximum over the lanes in `mask`.
 __forceinline__ int __reduce_max_sync(unsigned mask, int value) {
   int most = value;
   for (int lane = 0; lane < 32; ++lane) {
@@ -115,7 +115,7 @@ __forceinline__ std::size_t __cvta_generic_to_shared(const void* pointer) { retu
 __forceinline__ void* __cvta_shared_to_generic(std::size_t address) { return emu::shared_pointer(static_cast<unsigned>(address)); }
 __forceinline__ unsigned __isShared(const void* pointer) { return emu::is_shared(pointer); }
 
-// A load through the read-only cache is a load.
+// Cache operators have no effect: these are plain loads and stores.
 template <typename T>
 __forceinline__ T __ldg(const T* pointer) { return *pointer; }
 template <typename T>
@@ -165,7 +165,7 @@ __forceinline__ T atomicCAS(T* p, std::type_identity_t<T> compare, std::type_ide
   return emu::atomic_update(p, [&](T old) { return old == compare ? v : old; });
 }
 
-// --- odds and ends ----------------------------------------------------------------------------------------------------------
+// --- miscellaneous ----------------------------------------------------------------------------------------------------------
 __forceinline__ void __nanosleep(unsigned) { emu::yield(); }
 __forceinline__ long long clock64() { return static_cast<long long>(emu::nanoseconds()); }
 [[noreturn]] inline void __trap() { emu::fail("__trap"); }
@@ -187,13 +187,13 @@ template <typename T>
 constexpr std::size_t bytes_of(const T*) { return sizeof(T); }
 constexpr std::size_t bytes_of(std::nullptr_t) { return 0; }
 }  // namespace emu
-// Defines what the runtime runs: a kernel, and the LaunchShape it asks for (null where the file defines none).
+// Defines what the runtime runs: a kernel, and its LaunchShape (null if the file defines none).
 #define EMULATE(kernel, shape) \
   const emu::Kernel emu::the_kernel = emu::describe<&kernel>(#kernel, &kernel); \
   const void* const emu::the_launch_shape = shape; \
   const std::size_t emu::the_launch_shape_bytes = emu::bytes_of(shape); \
   const bool emu::the_kernel_is_hooked = EMULATION_HOOKED;
-// The compiler's command line says so, since not every compiler tells that -fsanitize=thread is on.
+// Set on the compiler's command line, because not every compiler defines a macro for -fsanitize=thread.
 #ifndef EMULATION_HOOKED
 #define EMULATION_HOOKED false
 #endif
@@ -204,6 +204,6 @@ constexpr std::size_t bytes_of(std::nullptr_t) { return 0; }
 #include "ptx.cuh"
 #include "ptx_sm90.cuh"
 
-// CUDA allows alignas between __shared__ and the type, where C++ does not.
+// CUDA allows alignas between __shared__ and the type, C++ does not.
 #define alignas(...) __attribute__((aligned(__VA_ARGS__)))
 #define asm static_assert(false, "inline PTX cannot run on a CPU: call a wrapper of kernels/common/ptx.cuh or ptx_sm90.cuh");

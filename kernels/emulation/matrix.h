@@ -1,8 +1,8 @@
-// Products of small matrices held by a warp, for mma.h and ptx.cuh: operands of 16 bits, sums in float.
+// Products of small matrices held by a warp, for mma.h and ptx.cuh: 16-bit operands, accumulation in float.
 //
-// Products are exact in float (11 + 11 and 8 + 8 digits fit 24); they are summed from k = 0 on, rounding to nearest each time,
-// and the accumulator is added last. A tensor core adds several products at once, at the largest one's exponent, and cuts off
-// what lies below: results differ in the last bits, as they do between one GPU and the next.
+// Products are exact in float (11 + 11 and 8 + 8 significant bits fit 24); they are summed from k = 0 on, each sum rounded to nearest,
+// and the accumulator is added last. A tensor core adds several products at once, aligned to the largest exponent, and truncates the
+// bits below: results differ in the last bits, as they do between GPU generations.
 #pragma once
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
@@ -10,27 +10,27 @@
 
 namespace emu {
 
-constexpr int K_STEP = 16;   // of every 16-bit mma instruction here
+constexpr int K_STEP = 16;   // K of every 16-bit MMA instruction here
 
-// How the 32 lanes hold an 8×8 matrix of 16-bit elements (PTX ISA 9.0, 9.7.14.5.8 and 9.7.14.5.15): lane l has columns
-// 2 · (l % 4) and one more of row l / 4. Larger fragments are made of these, and accumulators are laid out alike.
+// How the 32 lanes hold an 8×8 matrix of 16-bit elements (PTX ISA 9.0, 9.7.14.5.8 and 9.7.14.5.15): lane l holds columns
+// 2 · (l % 4) and 2 · (l % 4) + 1 of row l / 4. Larger fragments consist of such matrices; accumulators have the same layout.
 constexpr int MATRIX_ROWS = 8;
 constexpr int ROW_BYTES = 16;
 __forceinline__ constexpr int row_of(int lane) { return lane / 4; }
 __forceinline__ constexpr int column_of(int lane) { return lane % 4 * 2; }
 
-typedef float Floats __attribute__((vector_size(16)));            // both compilers know these, on any processor
+typedef float Floats __attribute__((vector_size(16)));            // both compilers support these on every processor
 typedef std::uint32_t Words __attribute__((vector_size(16)));
 constexpr int LANES = 4;
 
-// Four numbers at once; the same steps as Narrow::to_float and, of bfloat16, a shift.
+// Converts four numbers at a time, in the same steps as Narrow::to_float, or for bfloat16 by a shift.
 template <typename T>
 __forceinline__ Floats widen(const unsigned short* numbers) {
   const Words bits = {numbers[0], numbers[1], numbers[2], numbers[3]};
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
     return reinterpret_cast<Floats>(bits << 16);
   } else {
-    static_assert(std::is_same_v<T, __half>, "a 16-bit operand is __half or __nv_bfloat16");
+    static_assert(std::is_same_v<T, __half>, "a 16-bit operand must be __half or __nv_bfloat16");
     constexpr int ADDED = Wide<float>::MANTISSA_BITS - 10;
     constexpr std::uint32_t ONE = std::uint32_t{1} << Wide<float>::MANTISSA_BITS;
     constexpr std::uint32_t REBIAS = (Wide<float>::BIAS - Fp16::BIAS) * ONE;
@@ -50,7 +50,7 @@ __forceinline__ Floats widen(const unsigned short* numbers) {
 
 template <typename T, int ROWS, int COLUMNS>
 __forceinline__ void widen(const unsigned short (&from)[ROWS][COLUMNS], float (&to)[ROWS][COLUMNS]) {
-  static_assert(COLUMNS % LANES == 0, "rows are widened four numbers at a time");
+  static_assert(COLUMNS % LANES == 0, "COLUMNS must be a multiple of 4, the numbers that are widened at a time");
   for (int row = 0; row < ROWS; ++row) {
     for (int column = 0; column < COLUMNS; column += LANES) {
       const Floats wide_numbers = widen<T>(&from[row][column]);

@@ -1,12 +1,12 @@
-// In the place of CUDA's <mma.h>: nvcuda::wmma for __half and __nv_bfloat16 (CUDA C++ Programming Guide, "Warp matrix
-// functions"), in the shapes 16×16×16, 32×8×16 and 8×32×16.
+// Replaces CUDA's <mma.h>: nvcuda::wmma for __half and __nv_bfloat16 (CUDA C++ Programming Guide, "Warp matrix functions"), in the
+// shapes 16×16×16, 32×8×16 and 8×32×16.
 //
-// CUDA does not say which lane holds what. Here it is what sm_80 and newer do for 16×16×16, so that memory is touched as it is
-// there: operands are 8×8 matrices, loaded like ldmatrix does (9.7.14.5.15); an accumulator lies like those of mma.m16n8k16
-// (9.7.14.5.8), two side by side. Element 2 · i and the next are a lane's share of the fragment's matrix i.
+// CUDA does not specify which lane holds which elements. Here it is the mapping of sm_80 and newer for 16×16×16, so that memory
+// accesses are the same: operands are 8×8 matrices, loaded as by ldmatrix (9.7.14.5.15); an accumulator has the layout of two
+// mma.m16n8k16 accumulators (9.7.14.5.8) side by side. Elements 2 · i and 2 · i + 1 are a lane's part of the fragment's matrix i.
 //
-// Loads and stores wait for nobody: each lane moves its own elements when it comes to them, so that a __syncwarp that is
-// missing before or after is not made good for. Only mma_sync brings the warp together.
+// Loads and stores do not synchronise: each lane moves its own elements when it reaches the call, so that a missing __syncwarp
+// before or after is not hidden. Only mma_sync synchronises the warp.
 #pragma once
 #include "matrix.h"
 
@@ -20,7 +20,7 @@ struct accumulator;
 enum layout_t { mem_row_major, mem_col_major };
 
 template <typename Use, int M, int N, int K, typename T, typename Layout = void>
-struct fragment;   // only what follows exists
+struct fragment;   // only the specialisations below exist
 
 }  // namespace nvcuda::wmma
 
@@ -31,8 +31,8 @@ constexpr bool IS_OPERAND = std::is_same_v<T, __half> || std::is_same_v<T, __nv_
 template <int M, int N, int K>
 constexpr bool IS_WMMA_SHAPE = K == K_STEP && ((M == 16 && N == 16) || (M == 32 && N == 8) || (M == 8 && N == 32));
 
-// A matrix of a fragment starts at (line, position): a lane has two neighbouring positions of a line. Positions are k for
-// operands, and lines m or n; accumulators have lines m and positions n.
+// A matrix of a fragment starts at (line, position): a lane holds two adjacent positions of a line. For operands, positions are
+// along k and lines along m or n; for accumulators, lines are along m and positions along n.
 struct Start {
   int line, position;
 };
@@ -44,7 +44,7 @@ struct OperandLayout {
 template <int LINES, int POSITIONS>
 struct AccumulatorLayout {
   static constexpr int MATRICES = LINES * POSITIONS / (MATRIX_ROWS * MATRIX_ROWS);
-  static constexpr int ABOVE = LINES >= 16 ? 2 : 1;   // matrices that make the height of one instruction's tile
+  static constexpr int ABOVE = LINES >= 16 ? 2 : 1;   // 8×8 matrices in the height of one instruction's tile
   static constexpr Start start(int i) {
     return {(i % ABOVE + i / ABOVE * 8 / POSITIONS * ABOVE) * MATRIX_ROWS, i / ABOVE * MATRIX_ROWS % POSITIONS};
   }
@@ -58,12 +58,12 @@ struct Fragment {
   static constexpr int num_storage_elements = NUM_ELEMENTS;
   T x[NUM_ELEMENTS];
 };
-// As in CUDA, operands of __half always have 16 elements: where a lane's share is smaller, it is repeated.
+// As in CUDA, operands of __half always have 16 elements: a lane's elements are repeated if there are fewer.
 template <typename T, int SHARE>
 using Operand = Fragment<T, std::is_same_v<T, __half> ? 16 : SHARE>;
 
-constexpr unsigned WMMA_ALIGNMENT = 32;   // bytes, of a matrix
-constexpr unsigned WMMA_LDM_BYTES = 16;   // a row's distance is a multiple
+constexpr unsigned WMMA_ALIGNMENT = 32;   // of a matrix in memory, in bytes
+constexpr unsigned WMMA_LDM_BYTES = 16;   // the leading dimension must be a multiple of this
 template <typename T>
 __forceinline__ void check_matrix(const T* matrix, unsigned ldm, const char* name) {
   const unsigned past = static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(matrix) % WMMA_ALIGNMENT);
@@ -74,7 +74,7 @@ __forceinline__ void check_matrix(const T* matrix, unsigned ldm, const char* nam
   }
 }
 
-// A lane's elements, to or from memory where line and position are `line_stride` and `position_stride` elements apart.
+// Copies a lane's elements from or to memory in which lines and positions are `line_stride` and `position_stride` elements apart.
 template <typename Layout, typename T>
 EMULATED inline void read_share(T* x, const T* matrix, unsigned line_stride, unsigned position_stride, int lane) {
   for (int i = 0; i < Layout::MATRICES; ++i) {
@@ -94,7 +94,7 @@ EMULATED inline void write_share(const T* x, T* matrix, unsigned line_stride, un
   }
 }
 
-// Tell the detector of a lane's accesses: two elements at once where they are neighbours.
+// Reports a lane's accesses to the detector: two elements together where they are adjacent.
 template <typename Layout, typename T, typename Report>
 __forceinline__ void report_share(T* matrix, unsigned line_stride, unsigned position_stride, int lane, Report report) {
   for (int i = 0; i < Layout::MATRICES; ++i) {
@@ -109,8 +109,8 @@ __forceinline__ void report_share(T* matrix, unsigned line_stride, unsigned posi
   }
 }
 
-// An operand from shared memory is loaded with ldmatrix, four matrices an instruction: lanes 8 · i and on name the rows of
-// matrix i. A row is 16 bytes that are neighbours in memory, so the matrices come transposed where lines are.
+// An operand in shared memory is loaded with ldmatrix, four matrices per instruction: lanes 8 · i to 8 · i + 7 supply the row addresses
+// of matrix i. A row is 16 contiguous bytes; where memory is contiguous along lines, the matrices are loaded transposed.
 template <typename Layout, typename T>
 __forceinline__ void report_operand(const T* matrix, unsigned line_stride, unsigned position_stride, int lane) {
   if (!is_shared(matrix)) {
@@ -239,7 +239,7 @@ __forceinline__ void store_matrix_sync(T* matrix, const fragment<accumulator, M,
   emu::write_share<Layout>(c.x, matrix, line_stride, position_stride, lane);
 }
 
-// d = a · b + c, added up in float.
+// d = a · b + c, accumulated in float.
 template <int M, int N, int K, typename T, typename LayoutA, typename LayoutB, typename TC, typename TD>
 __forceinline__ void mma_sync(fragment<accumulator, M, N, K, TD>& d, const fragment<matrix_a, M, N, K, T, LayoutA>& a,
                               const fragment<matrix_b, M, N, K, T, LayoutB>& b, const fragment<accumulator, M, N, K, TC>& c) {

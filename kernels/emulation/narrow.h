@@ -1,7 +1,7 @@
-// Floating-point formats of 16 and 8 bits: conversions to and from float and double by their bits, for cuda_fp16.h, cuda_bf16.h
-// and cuda_fp8.h.
+// Floating-point formats of 16 and 8 bits: bitwise conversions to and from float and double, for cuda_fp16.h, cuda_bf16.h and
+// cuda_fp8.h.
 //
-// Rounding is to nearest even, once. Sums that round (below) are left to the host's arithmetic, which rounds so by default.
+// Rounding is to nearest even, once. Where an addition does the rounding (below), it is the host's, which by default rounds that way.
 #pragma once
 #include "cuda_math.h"
 
@@ -20,8 +20,8 @@ struct Wide<double> {
   static constexpr int MANTISSA_BITS = 52, BIAS = 1023;
 };
 
-// EXPONENTS, MANTISSA: bits of the narrow format. A "code" is a number of that format without its sign. Formats without
-// infinities have a single NaN, and more numbers instead.
+// EXPONENTS, MANTISSA: numbers of bits of the narrow format. A "code" is the encoding of a number without its sign. Formats without
+// infinities have a single NaN, and use the other codes for numbers.
 template <int EXPONENTS, int MANTISSA, bool HAS_INFINITIES = true>
 struct Narrow {
   static constexpr int BIAS = (1 << (EXPONENTS - 1)) - 1;
@@ -29,8 +29,8 @@ struct Narrow {
   static constexpr unsigned CANONICAL_NAN = (1u << SIGN_SHIFT) - 1;   // all bits but the sign
   static constexpr unsigned PAST_FINITE = HAS_INFINITIES ? ((1u << EXPONENTS) - 1) << MANTISSA : CANONICAL_NAN;
 
-  // The code nearest to |x|. Beyond the largest finite number the codes go on as if the exponent had no end, so that the
-  // caller sees the overflow; infinities and NaN lie there too.
+  // The code nearest to |x|. Beyond the largest finite number the codes continue as if the exponent were unbounded, so that the
+  // caller can detect overflow; infinities and NaN also map to that range.
   template <typename Float>
   static __forceinline__ constexpr typename Wide<Float>::Bits round_code(Float x) {
     using W = Wide<Float>;
@@ -38,13 +38,13 @@ struct Narrow {
     constexpr int DROPPED = W::MANTISSA_BITS - MANTISSA;
     constexpr Bits REBIAS = static_cast<Bits>(W::BIAS - BIAS) << W::MANTISSA_BITS;
     const Bits magnitude = magnitude_of(x);
-    // Half a unit in the last place that stays, less one where that place is even: the carry does the rounding.
+    // Adds half a unit of the last place kept, minus one if that place is even: the carry performs the rounding.
     const Bits normal = (magnitude - REBIAS + ((Bits{1} << (DROPPED - 1)) - 1) + (magnitude >> DROPPED & 1)) >> DROPPED;
-    if constexpr (W::BIAS == BIAS) {   // bfloat16 from float: the same exponents, subnormal numbers included
+    if constexpr (W::BIAS == BIAS) {   // bfloat16 from float: the same exponents, including subnormals
       return normal;
     } else {
-      // Subnormal numbers of the format are multiples of one unit. A wide number whose last place is that unit is added, and
-      // the addition rounds.
+      // Subnormals of the narrow format are multiples of one unit. Adding a wide number whose last place is that unit makes the addition
+      // round to it.
       constexpr Bits SMALLEST_NORMAL = static_cast<Bits>(W::BIAS + 1 - BIAS) << W::MANTISSA_BITS;
       constexpr Bits UNITS = static_cast<Bits>(W::BIAS + 1 - BIAS + DROPPED) << W::MANTISSA_BITS;
       const Bits subnormal = bits_as<Bits>(bits_as<Float>(magnitude) + bits_as<Float>(UNITS)) - UNITS;
@@ -52,7 +52,7 @@ struct Narrow {
     }
   }
 
-  // With the sign. Overflow makes an infinity, or NaN where there is none; any NaN makes the canonical one.
+  // With the sign. Overflow gives infinity, or NaN in formats without infinities; any NaN gives the canonical one.
   template <typename Float>
   static __forceinline__ constexpr unsigned from(Float x) {
     const auto code = round_code(x);
@@ -85,7 +85,7 @@ struct Narrow {
     if constexpr (REBIAS == 0) {
       wide = shifted;
     } else {
-      // A subnormal number is read with an implicit leading 1 of the smallest exponent, which is then subtracted.
+      // A subnormal is read as if it had an implicit leading 1 and the smallest exponent; that leading 1 is then subtracted.
       constexpr std::uint32_t LEADING = REBIAS + (std::uint32_t{1} << W::MANTISSA_BITS);
       const std::uint32_t subnormal = bits_as<std::uint32_t>(bits_as<float>(shifted + LEADING) - bits_as<float>(LEADING));
       const std::uint32_t normal = shifted + (code < PAST_FINITE ? REBIAS : 2 * REBIAS);
@@ -130,7 +130,7 @@ template <typename T, typename Float>
 __forceinline__ constexpr T rounded_toward_zero(Float x) {
   return bits_as<T>(static_cast<unsigned short>(FormatOf<T>::from_toward_zero(x)));
 }
-// Up, or with `sign` -1 down: one code further from zero than toward zero, where that is the way and x is not exact.
+// Rounds up, or with `sign` -1 down: one code beyond the rounding toward zero, if that is the direction and x is not exact.
 template <typename T, typename Float>
 __forceinline__ constexpr T rounded_up(Float x, Float sign = 1) {
   const T inner = rounded_toward_zero<T>(x);
@@ -138,19 +138,19 @@ __forceinline__ constexpr T rounded_up(Float x, Float sign = 1) {
   return exact || x * sign < 0 ? inner : bits_as<T>(static_cast<unsigned short>(bits_as<unsigned short>(inner) + 1));
 }
 
-// x + y in double, but where the sum is not exact its last bit is set (round to odd). Rounded again to a format of at most
-// 51 bits it gives what one rounding of the exact sum would.
+// x + y in double, but the last bit of an inexact sum is set (round to odd). Rounding the result to a format of at most 51 bits gives
+// the same as rounding the exact sum once.
 __forceinline__ constexpr double add_to_odd(double x, double y) {
   const double sum = x + y;
   const double of_y = sum - x;
-  const double lost = (x - (sum - of_y)) + (y - of_y);   // exact
-  if (!(lost < 0.0 || lost > 0.0)) return sum;           // NaN where a term is not finite
+  const double overflowed = (x - (sum - of_y)) + (y - of_y);   // exact
+  if (!(overflowed < 0.0 || overflowed > 0.0)) return sum;  // NaN where a term is not finite
   const std::uint64_t bits = bits_as<std::uint64_t>(sum);
   if (bits & 1) return sum;
-  return bits_as<double>((lost > 0.0) == (sum > 0.0) ? bits + 1 : bits - 1);
+  return bits_as<double>((overflowed > 0.0) == (sum > 0.0) ? bits + 1 : bits - 1);
 }
 
-// An integer as a double that rounds on as the integer would: bits that do not fit are gathered in the last one.
+// An integer as a double that rounds like the integer: bits that do not fit are ORed into the last one that does (round to odd).
 template <typename Integer>
 __forceinline__ constexpr double to_double_odd(Integer value) {
   if constexpr (sizeof(Integer) <= 4) {

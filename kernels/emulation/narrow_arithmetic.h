@@ -1,15 +1,15 @@
 // Arithmetic of a 16-bit type, under CUDA's names: cuda_fp16.h and cuda_bf16.h each include this file once, with NARROW and
-// NARROW2 the names of their type and of its pair. No include guard: the names are overloads.
+// NARROW2 defined as the names of their type and of its pair. No include guard: the names are overloads.
 //
 // Each operation rounds once, as the .f16 and .bf16 instructions of sm_90 do.
-// - Add, subtract, divide, square root: float has more than twice the digits and two (24 ≥ 2 · 11 + 2), so that rounding its
-//   result again changes nothing.
-// - Multiply: of fp16 the float product is exact; of bf16 it may lie below what float holds, so double takes it.
-// - Fused multiply-add: the product is exact in double. Of fp16 the sum is exact too, or so lopsided that it does not matter:
-//   the product has 22 digits and the sum 53, so in an inexact sum one term is at least 2^31 times the other. If the larger is
-//   c, no midpoint between fp16 numbers is so close to it that the smaller reaches it. If it is the product, c's last unit of
-//   at least 2^-24 is lost, so the product is at least 2^28: infinite. Of bf16 the larger term may be a product that is a
-//   midpoint, and the smaller decides; that sum is rounded to odd first.
+// - Add, subtract, divide, square root: float has at least 2 more than twice the significant bits (24 ≥ 2 · 11 + 2), so that
+//   rounding its result a second time gives the same as rounding once.
+// - Multiply: the float product is exact for fp16; for bf16 it may lie below float's range, so it is computed in double.
+// - Fused multiply-add: the product is exact in double. For fp16 the sum is either exact or so lopsided that it does not matter: the
+//   product has 22 bits and the sum 53, so in an inexact sum one term is at least 2^31 times the other. If the larger term is c, no
+//   midpoint between fp16 numbers is so close to it that the smaller term reaches it. If it is the product, c's last unit of at least
+//   2^-24 is lost, so the product is at least 2^28: infinite. For bf16 the larger term may be a product that is a midpoint, so that
+//   the smaller term decides; that sum is therefore rounded to odd first.
 
 // --- a number ---------------------------------------------------------------------------------------------------------------
 namespace emu {
@@ -41,7 +41,7 @@ __forceinline__ NARROW __hfma(NARROW a, NARROW b, NARROW c) {
     return emu::rounded<NARROW>(emu::add_to_odd(product, emu::wider(c)));
   }
 }
-// The _rn forms are never fused into a multiply-add; nor are the plain ones here.
+// The _rn forms are never fused into a multiply-add; here the plain ones are not, either.
 __forceinline__ NARROW __hadd_rn(NARROW a, NARROW b) { return __hadd(a, b); }
 __forceinline__ NARROW __hsub_rn(NARROW a, NARROW b) { return __hsub(a, b); }
 __forceinline__ NARROW __hmul_rn(NARROW a, NARROW b) { return __hmul(a, b); }
@@ -98,8 +98,8 @@ EMULATION_PAIRWISE_2(__hmin2, __hmin)
 EMULATION_PAIRWISE_2(__hmax2_nan, __hmax_nan)
 EMULATION_PAIRWISE_2(__hmin2_nan, __hmin_nan)
 
-// --- comparisons: false where a number is NaN; with a u at the end, true ----------------------------------------------------
-// Of pairs: 1.0 or 0.0 each, a mask of 0xffff or 0 each, or (__hb…) whether both hold.
+// --- comparisons: false if a number is NaN; with a u at the end, true -------------------------------------------------------
+// For pairs: 1.0 or 0.0 each, a mask of 0xffff or 0 each, or (__hb…) whether both hold.
 #define EMULATION_COMPARE(relation, condition)                                                                            \
   __forceinline__ bool __h##relation(NARROW a, NARROW b) {                                                                \
     const float x = emu::wide(a), y = emu::wide(b);                                                                       \

@@ -1,5 +1,5 @@
-// What kernels/common/ptx.cuh is on a GPU: the same names and signatures, the instructions' meaning in C++.
-// Section numbers are those of the PTX ISA 9.0. Both files have one include guard, so a kernel meets whichever comes first.
+// The CPU version of kernels/common/ptx.cuh: the same names and signatures, with the instructions' semantics in C++.
+// Section numbers are those of the PTX ISA 9.0. Both files have the same include guard, so the first one included is used.
 #ifndef FLASHLAB_PTX
 #define FLASHLAB_PTX
 #include "async.h"
@@ -9,7 +9,7 @@
 
 namespace emu {
 
-// --- ldmatrix, stmatrix: each lane of the first 8 · COUNT names a row of 16 bytes -------------------------------------------
+// --- ldmatrix, stmatrix: each of the first 8 · COUNT lanes supplies the address of a 16-byte row ----------------------------
 struct MatrixRows {
   void* row;
   unsigned* registers;
@@ -48,7 +48,7 @@ EMULATED inline void store_matrices(void* const (&of_lane)[WARP]) {
 }
 
 __forceinline__ bool names_matrix_row(const void* row, int count, const char* name) {
-  if (lane_id() >= count * MATRIX_ROWS) return false;   // its address is not looked at
+  if (lane_id() >= count * MATRIX_ROWS) return false;   // its address is ignored
   if (!is_shared(row)) fail("%s: wanted the address of a row in shared memory, got %p, which is not in it", name, row);
   if (reinterpret_cast<std::uintptr_t>(row) % ROW_BYTES != 0) {
     fail("%s: wanted a row that starts on a 16-byte boundary, got shared address %u, %u bytes past one", name,
@@ -110,15 +110,15 @@ __forceinline__ float ex2_approx_ftz(float x) {
   return y < SMALLEST_NORMAL ? 0.0f : y;
 }
 
-// 9.7.3.13 rcp: 1 / x, at most 1 ulp off, here rounded to nearest; a result or an x below 2^-126 counts as 0.
+// 9.7.3.13 rcp: 1 / x, at most 1 ulp off, here rounded to nearest; inputs and results below 2^-126 are flushed to 0.
 __forceinline__ float rcp_approx_ftz(float x) {
   constexpr float SMALLEST_NORMAL = 1.17549435e-38f;   // 2^-126
   const float y = 1.0f / (::fabsf(x) < SMALLEST_NORMAL ? ::copysignf(0.0f, x) : x);
   return ::fabsf(y) < SMALLEST_NORMAL ? ::copysignf(0.0f, y) : y;
 }
 
-// 9.7.3.22 tanh: relative error at most 2^-11. The hardware's own last bits are not known; 11 bits are kept, so that errors are as large
-// as they may be.
+// 9.7.3.22 tanh: relative error at most 2^-11. The hardware's last bits are not documented; rounding to 11 bits makes errors as large as
+// that bound allows.
 __forceinline__ float tanh_approx(float x) {
   int exponent;
   const float fraction = ::frexpf(::tanhf(x), &exponent);
@@ -129,7 +129,7 @@ __forceinline__ float tanh_approx(float x) {
 __forceinline__ float selp_f32(float a, float b, bool predicate) { return predicate ? a : b; }
 template <typename T>
 __forceinline__ void st_global_if(T* target, T value, bool predicate) {
-  static_assert(sizeof(T) == 2 || sizeof(T) == 4, "stores 2 or 4 bytes");
+  static_assert(sizeof(T) == 2 || sizeof(T) == 4, "T must have 2 or 4 bytes");
   if (predicate) *target = value;
 }
 
@@ -143,7 +143,7 @@ __forceinline__ unsigned long long globaltimer() { return emu::nanoseconds(); }
 __forceinline__ void bar_sync(int id, int threads) { emu::barrier_sync(id, threads, "bar.sync"); }
 __forceinline__ void bar_arrive(int id, int threads) { emu::barrier_arrive(id, threads, "bar.arrive"); }
 
-// 9.7.9.8 ld.relaxed, 9.7.9.12 st.relaxed: like atomics, a word at a time.
+// 9.7.9.8 ld.relaxed, 9.7.9.12 st.relaxed: like atomics, one word at a time.
 __forceinline__ unsigned ld_relaxed_gpu(const unsigned* word) { return static_cast<unsigned>(emu::relaxed_load(word, sizeof *word)); }
 __forceinline__ int ld_relaxed_gpu(const int* word) { return static_cast<int>(emu::relaxed_load(word, sizeof *word)); }
 __forceinline__ void st_relaxed_gpu(unsigned* word, unsigned value) {
@@ -176,7 +176,7 @@ __forceinline__ void cp_async_ca(void* target_smem, const void* source_gmem, int
 __forceinline__ void cp_async_commit_group() { emu::cp_async_commit(); }
 template <int NUM_PENDING>
 __forceinline__ void cp_async_wait_group() {
-  static_assert(NUM_PENDING >= 0, "a number of groups");
+  static_assert(NUM_PENDING >= 0, "NUM_PENDING must not be negative");
   emu::cp_async_wait(NUM_PENDING);
 }
 __forceinline__ void cp_async_wait_all() {

@@ -1,5 +1,5 @@
-// kernels/common/ptx_sm90.cuh and wgmma.cuh for the CPU: the same names, bodies in C++. Sections are those of the PTX ISA 9.0.
-// What is asynchronous happens in runtime/async.cpp; async.h says when.
+// The CPU version of kernels/common/ptx_sm90.cuh and wgmma.cuh: the same names, bodies in C++. Sections are those of the PTX ISA 9.0.
+// Asynchronous operations are in runtime/async.cpp and runtime/wgmma.cpp; async.h says when they take effect.
 #ifndef FLASHLAB_PTX_SM90
 #define FLASHLAB_PTX_SM90
 
@@ -90,12 +90,12 @@ __forceinline__ void cp_async_bulk_prefetch(const void* source_gmem, unsigned by
 __forceinline__ void cp_async_bulk_commit_group() { emu::bulk_commit(); }
 template <int NUM_PENDING>
 __forceinline__ void cp_async_bulk_wait_group() {
-  static_assert(NUM_PENDING >= 0, "a number of groups");
+  static_assert(NUM_PENDING >= 0, "NUM_PENDING must not be negative");
   emu::bulk_wait(NUM_PENDING, false);
 }
 template <int NUM_PENDING>
 __forceinline__ void cp_async_bulk_wait_group_read() {
-  static_assert(NUM_PENDING >= 0, "a number of groups");
+  static_assert(NUM_PENDING >= 0, "NUM_PENDING must not be negative");
   emu::bulk_wait(NUM_PENDING, true);
 }
 
@@ -110,7 +110,7 @@ __forceinline__ void st_async(float* target, float value, Mbarrier* barrier, uns
 // --- 9.7.9.25.5 tensor copies ------------------------------------------------------------------------------------------------
 __forceinline__ void prefetch_tensormap(const TensorMap* map) { emu::tensor_map_prefetch(map); }
 
-// 9.7.9.18 createpolicy: there are no caches here, a policy is nothing.
+// 9.7.9.18 createpolicy: there are no caches here, so a policy has no effect.
 __forceinline__ CachePolicy createpolicy_evict_first() { return 0; }
 __forceinline__ CachePolicy createpolicy_evict_last() { return 0; }
 __forceinline__ void cp_async_cg_16_hint(void* target_smem, const void* source_gmem, int valid_bytes, CachePolicy) {
@@ -183,17 +183,17 @@ __forceinline__ void cluster_wait() { emu::cluster_wait(); }
 __forceinline__ unsigned cluster_ctarank() { return emu::cluster_rank(); }
 __forceinline__ unsigned cluster_nctarank() { return emu::cluster_size(); }
 __forceinline__ bool elect_sync(unsigned mask = 0xffffffffu) { return emu::elect(mask); }
-// Grids follow one another here: nothing starts early. What a launch that may must not touch before the wait, the detector says.
+// Grids run one after another here: none starts early. The detector reports accesses that an early launch makes before the wait.
 __forceinline__ void griddepcontrol_launch_dependents() {}
 __forceinline__ void griddepcontrol_wait() { emu::grid_wait(); }
 template <int REGISTERS>
 __forceinline__ void setmaxnreg_inc() {
-  static_assert(REGISTERS >= 24 && REGISTERS <= 256 && REGISTERS % 8 == 0, "a multiple of 8 from 24 to 256");
+  static_assert(REGISTERS >= 24 && REGISTERS <= 256 && REGISTERS % 8 == 0, "REGISTERS must be a multiple of 8 from 24 to 256");
   emu::set_max_registers(REGISTERS, true);
 }
 template <int REGISTERS>
 __forceinline__ void setmaxnreg_dec() {
-  static_assert(REGISTERS >= 24 && REGISTERS <= 256 && REGISTERS % 8 == 0, "a multiple of 8 from 24 to 256");
+  static_assert(REGISTERS >= 24 && REGISTERS <= 256 && REGISTERS % 8 == 0, "REGISTERS must be a multiple of 8 from 24 to 256");
   emu::set_max_registers(REGISTERS, false);
 }
 
@@ -214,10 +214,10 @@ __forceinline__ void wgmma_fence() { emu::wgmma_fence(); }
 __forceinline__ void wgmma_commit_group() { emu::wgmma_commit(); }
 template <int NUM_PENDING>
 __forceinline__ void wgmma_wait_group() {
-  static_assert(NUM_PENDING >= 0 && NUM_PENDING <= 7, "wgmma.wait_group takes 0 to 7");
+  static_assert(NUM_PENDING >= 0 && NUM_PENDING <= 7, "NUM_PENDING must be from 0 to 7");
   emu::wgmma_wait(NUM_PENDING);
 }
-// Nothing to do: accumulators are memory here, whose address wgmma was given, so no access to them moves past a call.
+// No effect here: accumulators are memory whose address was passed to wgmma, so no access to them moves across a call.
 template <int N>
 __forceinline__ void wgmma_pin(float (&)[N]) {}
 
@@ -234,8 +234,8 @@ constexpr void check() {
   static_assert(N >= 8 && N <= 256 && N % 8 == 0, "N must be a multiple of 8 from 8 to 256");
   static_assert(BITS_16 || std::is_same_v<In, __nv_fp8_e4m3> || std::is_same_v<In, __nv_fp8_e5m2>,
                 "wgmma takes __half, __nv_bfloat16, __nv_fp8_e4m3 and __nv_fp8_e5m2");
-  static_assert(BITS_16 || (A == Major::K && B == Major::K), "wgmma takes 8-bit types K-major alone");
-  static_assert((SCALE_A == 1 || SCALE_A == -1) && (SCALE_B == 1 || SCALE_B == -1), "a scale is 1 or -1");
+  static_assert(BITS_16 || (A == Major::K && B == Major::K), "wgmma takes 8-bit types K-major only");
+  static_assert((SCALE_A == 1 || SCALE_A == -1) && (SCALE_B == 1 || SCALE_B == -1), "SCALE_A and SCALE_B must be 1 or -1");
 }
 }  // namespace wgmma_detail
 

@@ -1,8 +1,8 @@
-// What the emulation's headers ask of its runtime (runtime/*.cpp): compiled apart, once, and never instrumented.
+// The runtime's interface to the emulation's headers. The runtime (runtime/*.cpp) is compiled separately, once, and never instrumented.
 //
-// A CUDA thread is a fiber; a block is an operating-system thread that runs the block's fibers one at a time, a warp as far as
-// its waits let it. The functions here act on the calling CUDA thread. Each that touches memory or waits also tells the
-// detector, where the kernel was built with hooks: who did it, and (the address it returns to) on which source line.
+// A CUDA thread is a fiber; a block is an operating-system thread that runs the block's fibers one at a time, each warp until it has
+// to wait. The functions here act on the calling CUDA thread. In a kernel built with hooks, those that access memory or wait also
+// report to the detector: the thread, and the source line (by their return address).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -16,7 +16,7 @@ constexpr int WARP = 32;
 constexpr unsigned FULL_WARP = 0xffffffffu;
 constexpr int ALL_THREADS = -1;
 
-// --- where the calling thread is --------------------------------------------------------------------------------------------
+// --- position of the calling thread -----------------------------------------------------------------------------------------
 uint3 thread_index();
 uint3 block_index();
 dim3 block_dim();
@@ -26,29 +26,29 @@ int lane_id();                // thread_id() % 32
 unsigned cluster_rank();      // of the block in its cluster (%cluster_ctarank)
 unsigned cluster_size();      // blocks in it (%cluster_nctarank)
 
-// --- trouble ----------------------------------------------------------------------------------------------------------------
-// Ends the launch with this message, the thread, block and source line. For misuse that hardware would not survive or that
-// PTX calls undefined. printf's format.
+// --- failure ----------------------------------------------------------------------------------------------------------------
+// Ends the launch with this message, and the thread, block and source line. For misuse that would crash on hardware or that PTX
+// calls undefined. The format is printf's.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 void print(const char* format, ...) __attribute__((format(printf, 1, 2)));   // device printf
 std::uint64_t nanoseconds();
 
 // --- waiting ----------------------------------------------------------------------------------------------------------------
-// Blocks the calling thread until ready(state) is true. The scheduler calls `ready` with this thread as the current one,
-// as often as it likes, so it may have effects of its own (a copy lands when someone must have it). `what` is said in a
-// report of a deadlock, for example "mbarrier try_wait, parity 1"; it is copied.
+// Blocks the calling thread until ready(state) is true. The scheduler calls `ready` with this thread as the current one, any number
+// of times, so it may have side effects (a copy lands when a thread must have it). `what` describes the wait in a deadlock report,
+// for example "mbarrier try_wait, parity 1"; it is copied.
 void wait_until(bool (*ready)(void* state), void* state, const char* what);
 template <typename F>
 __attribute__((always_inline)) inline void wait_until(F ready, const char* what) {
   wait_until([](void* state) { return (*static_cast<F*>(state))(); }, &ready, what);
 }
-void yield();        // others may run; the thread stays runnable
-void hold_back();    // others run first: called after a release, so that whoever waited for it may overtake
-void progress();     // something that another thread may wait for has changed: not a deadlock
+void yield();        // lets other threads run; this one stays runnable
+void hold_back();    // lets other threads run first: called after a release, so that those waiting for it may overtake
+void progress();     // marks a change that another thread may be waiting for: not a deadlock
 
-// --- a warp's collectives ---------------------------------------------------------------------------------------------------
-// Blocks until every lane in `mask` has called it; the last to come runs `body` on what each handed in (null for lanes that
-// are not in `mask`). Orders no memory accesses: shuffles, votes, ldmatrix and mma.sync do not either.
+// --- warp collectives -------------------------------------------------------------------------------------------------------
+// Blocks until every lane in `mask` has called it; the last one to arrive runs `body` on the arguments of all (null for lanes that
+// are not in `mask`). Does not order memory accesses, because shuffles, votes, ldmatrix and mma.sync do not either.
 void warp_collective(unsigned mask, void* mine, void (*body)(void* const (&of_lane)[WARP]), const char* name);
 void warp_sync(unsigned mask);   // __syncwarp: orders the lanes' memory accesses
 std::uint64_t shuffle_bits(unsigned mask, std::uint64_t value, int source_lane, const char* name);
@@ -68,69 +68,69 @@ void cluster_arrive(bool release);
 void cluster_wait();
 
 // --- shared memory ----------------------------------------------------------------------------------------------------------
-// The shared window: 32-bit addresses as PTX has them. Dynamic shared memory starts at 0, static follows at 227 KiB; bits 24
-// and up hold the block's rank in its cluster, so that an address of another block is told from one's own.
+// The shared window: 32-bit addresses as in PTX. Dynamic shared memory starts at 0, static follows at 227 KiB; an address of another
+// block of the cluster has bit 31 set and that block's rank from bit 24 on.
 bool is_shared(const void* pointer);                 // of any block of the cluster
-unsigned shared_address(const void* pointer);        // fails where it is not shared memory
-void* shared_pointer(unsigned address);              // fails outside of the window
+unsigned shared_address(const void* pointer);        // fails if it is not in shared memory
+void* shared_pointer(unsigned address);              // fails outside the window
 void* shared_of_rank(const void* mine, unsigned rank);   // the same place in another block of the cluster (mapa)
 unsigned shared_bytes_left(const void* pointer);     // from here to the end of its allocation
 
-// --- memory, seen by the detector ---------------------------------------------------------------------------------------------
-// Plain loads and stores of kernel code reach the detector through the compiler's hooks. Code of the emulation that moves
-// bytes for a kernel is not instrumented (EMULATED) and says what it does instead.
+// --- memory accesses, as seen by the detector ---------------------------------------------------------------------------------
+// Plain loads and stores of kernel code reach the detector through the compiler's hooks. Emulation code that moves bytes for a
+// kernel is not instrumented (EMULATED) and reports its accesses itself.
 enum class Kind : std::uint8_t {
   plain,      // a lane's own load or store, grouped with its warp's by source line
-  matrix,     // ldmatrix, stmatrix: a lane's address names a row of 16 bytes
+  matrix,     // ldmatrix, stmatrix: a lane supplies the address of a 16-byte row
   copy,       // cp.async: like plain, but one instruction both reads global and writes shared memory
-  bulk,       // a copy engine's: checked, not counted by lanes
+  bulk,       // copy engines, wgmma, mbarriers: checked, but not counted per lane
 };
 #define EMULATED __attribute__((no_sanitize("thread"), noinline))
-bool detecting();   // built with hooks, and asked to look
+bool detecting();   // built with hooks, and detection was requested
 // The calling thread reads or writes `bytes` at `pointer`, counted as one access of a lane.
 void on_read(const void* pointer, unsigned bytes, Kind kind = Kind::plain);
 void on_write(const void* pointer, unsigned bytes, Kind kind = Kind::plain);
 void atomic_note(const void* pointer, unsigned bytes);
 std::uint64_t atomic_load(const void* pointer, unsigned bytes);
-// ld.relaxed. Where the kernel before may still write, it finds what is there, or anything else: as the schedule has it.
+// ld.relaxed. While the previous kernel may still write, it returns the value in memory or any other, as the schedule decides.
 std::uint64_t relaxed_load(const void* pointer, unsigned bytes);
-void grid_wait();   // griddepcontrol.wait: what the kernel before wrote can be seen
+void grid_wait();   // griddepcontrol.wait: the previous kernel's writes are visible
 bool atomic_replace(void* pointer, std::uint64_t expected, std::uint64_t desired, unsigned bytes);
-void device_fence();   // of other blocks' atomics too: what came before it is released by the thread's next atomics, and what the
-                       // last ones found released is acquired
+void device_fence();   // together with atomics, also between blocks: earlier accesses are released by the thread's next atomics, and
+                       // what the atomics since the last fence found released is acquired
 
-// Where the calling thread's code is: any pointer into it, kept to blame an asynchronous operation on its source line.
+// The position of the calling thread's code: any pointer into it, kept to attribute an asynchronous operation to its source line.
 using Place = const void*;
 #define EMULATION_HERE() (__builtin_return_address(0))
 
-// Happens-before for what is asynchronous. A Clock is a set of "everything that had happened by then"; release adds what the
-// calling thread has seen to it, acquire lets the thread see it. Clocks belong to the block and die with it.
+// Happens-before for asynchronous operations. A Clock is a set of "everything that had happened by then"; release adds to it what the
+// calling thread has seen, acquire adds it to what the thread has seen. Clocks belong to the block and are destroyed with it.
 struct Clock;
 Clock* new_clock();
 void release(Clock* into);
 void acquire(const Clock* from);
 
-// An asynchronous write (cp.async, st.async, a bulk copy). `begin`: the bytes now belong to the copy: they are filled with
-// poison, and any access before `end` is a race. `end`: the bytes are there, written by the calling thread's past (cp.async:
-// `into` null), or for those who acquire `into`. Bulk copies are of the asynchronous proxy. cp.async and st.async are of the
-// generic one (PTX ISA 9.0, 9.7.9.25.2 names cp.async.bulk and cp.reduce.async.bulk alone): no proxy fence is asked between
+// An asynchronous write (cp.async, st.async, a bulk copy). `begin`: from now on the bytes belong to the copy: they are filled with
+// poison, and any access before `end` is a race. `end`: the bytes have arrived, as a write by the calling thread (cp.async: `into`
+// null), or one ordered before whatever acquires `into`. Bulk copies belong to the async proxy. cp.async and st.async belong to
+// the generic proxy (PTX ISA 9.0, 9.7.9.25.2 names only cp.async.bulk and cp.reduce.async.bulk): no proxy fence is required between
 // plain accesses and theirs.
 enum class Proxy : std::uint8_t { generic, async };
 void async_write_begin(void* pointer, unsigned bytes, Place place, Proxy proxy);
 void async_write_end(void* pointer, unsigned bytes, Place place, Clock* into, Proxy proxy);
 // An asynchronous read (wgmma operands, a bulk store's source) by the calling thread. Called when it is issued and again when
-// it has completed: a write in between, or one not ordered before it, is a race. A plain write that no fence.proxy.async
-// orders before is reported as such.
+// it has completed: a write in between, or one not ordered before it, is a race. A plain write that no fence.proxy.async orders
+// before it is reported as such.
 void async_read_begin(const void* pointer, unsigned bytes, Place place, const char* what);
 void async_read_end(const void* pointer, unsigned bytes, Place place, const char* what);
-void proxy_fence();   // fence.proxy.async: the calling thread's view of plain writes reaches the asynchronous proxy
+void proxy_fence();   // fence.proxy.async: makes the plain writes that the calling thread has seen visible to the async proxy
 
-// State that a block keeps for async.cpp, made on first use and destroyed with the block.
+// State that a block keeps for async.cpp, created on first use and destroyed with the block.
 struct AsyncState;
 AsyncState*& async_state();
 
 // --- choices of the schedule --------------------------------------------------------------------------------------------------
-unsigned choose(unsigned n);   // 0 … n - 1: 0 under the ascending schedule, n - 1 under the descending, drawn under a seeded one
+unsigned choose(unsigned n);   // a number below n: 0 under the ascending schedule, n - 1 under descending, random under seeded
 
 // --- the kernel ---------------------------------------------------------------------------------------------------------------
 struct Kernel {

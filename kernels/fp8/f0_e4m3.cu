@@ -1,15 +1,15 @@
 // f0_e4m3: Q, K and V stored in FP8, both GEMMs on e4m3. Parent: 16_ones_column.
-// Question: with inputs stored in 8 bits, how much of the tensor cores' doubled rate is left, and at what error?
-// Change: QK and PV are wgmma on e4m3, with a scale a head. A first kernel transposes V, because an FP8 operand is contiguous along
-//         the sum, and permutes its keys so that the registers of the scores, rounded, are A of the PV GEMM as they stand.
-// Layout: as its parent; a tile of V comes as blocks of 32 keys, which have no swizzle. site/fp8/f0_e4m3.md.
-// Requires: sm_90a. Q, K and V have rows on 16-byte boundaries.
+// Question: with inputs stored in 8 bits, how much of the tensor cores' doubled rate remains, and at what error?
+// Change: both GEMMs are wgmma on e4m3, with one scale per head. A first kernel transposes V, because FP8 operands must be contiguous
+//         along the reduction, and permutes its keys so that the rounded score registers are the A operand of PV as they are.
+// Layout: as the parent's; a V tile consists of blocks of 32 keys, without swizzle. site/fp8/f0_e4m3.md.
+// Requires: sm_90a. The rows of Q, K and V start on 16-byte boundaries.
 #include <cuda_fp8.h>
 
 #include "fp8.cuh"
 #include "hopper.cuh"
 #include "late_fetch.cuh"
-#include "turns.cuh"
+#include "pingpong.cuh"
 
 using e4m3 = __nv_fp8_e4m3;
 static_assert(HEAD_DIM == 128, "HEAD_DIM must be 128: a row of Q and K is one span of the 128-byte swizzle");
@@ -19,17 +19,17 @@ constexpr int TILE_Q = NUM_CONSUMERS * WGMMA_ROWS;
 constexpr int PRODUCER_REGISTERS = NUM_CONSUMERS == 3 ? 32 : 40;
 constexpr int CONSUMER_REGISTERS = NUM_CONSUMERS == 3 ? 160 : 232;
 constexpr int ROW_BYTES = HEAD_DIM;        // of Q and K
-constexpr int STEP = 32;                   // keys or columns that an instruction sums over
-constexpr int NUM_SCORES = TILE_KV / 2;    // of a tile, per thread
-constexpr int BEFORE_PV = NUM_SCORES / 4 / 8 * 8;   // so many of a tile's exponentials come before the wait for P·V
-constexpr int ONES = 8;                    // columns of ones beside V: the fewest that an instruction's N can grow by
+constexpr int STEP = 32;                   // keys or columns that one instruction sums over
+constexpr int NUM_SCORES = TILE_KV / 2;    // per tile and thread
+constexpr int BEFORE_PV = NUM_SCORES / 4 / 8 * 8;   // this many of a tile's exponentials precede the wait for the PV GEMM
+constexpr int ONES = 8;                    // columns of ones next to V: the smallest increment of an instruction's N
 constexpr int O_COLUMNS = HEAD_DIM + ONES;
-static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1, 2 or 3: more would have too few registers");
-static_assert(TILE_KV % STEP == 0 && TILE_KV <= 224, "TILE_KV must be a multiple of 32 up to 224: an instruction's K, a copy's rows");
-static_assert(PIPELINE_STAGES >= 2, "P·V of one tile and Q·K of the next must both be there");
+static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1, 2 or 3: with more, each would have too few registers");
+static_assert(TILE_KV % STEP == 0 && TILE_KV <= 224, "TILE_KV must be a multiple of 32 (an instruction's K) up to 224 (a TMA box's rows)");
+static_assert(PIPELINE_STAGES >= 2, "PIPELINE_STAGES must be at least 2: V of one tile and K of the next are in use together");
 
-// V on its way: for each 32 keys O_COLUMNS rows of 32 bytes, a row a column of V, in pieces of 8 rows × 16 bytes, each
-// 128 bytes in one. Copies see 34 rows of 128 bytes.
+// V as the first kernel writes it: for every 32 keys O_COLUMNS rows of 32 bytes, one row per column of V, in core matrices of
+// 8 rows × 16 bytes, each 128 contiguous bytes. TMA copies treat it as 34 rows of 128 bytes.
 constexpr int PIECE_ROWS = 8;
 constexpr int PIECE_BYTES = 16 * PIECE_ROWS;
 constexpr int BLOCK_BYTES = O_COLUMNS * STEP;
@@ -43,38 +43,38 @@ struct SharedStorage {
   alignas(PATTERN_BYTES) unsigned char K[PIPELINE_STAGES][K_BYTES];
   alignas(PATTERN_BYTES) unsigned char V[PIPELINE_STAGES][V_BYTES];
   alignas(PATTERN_BYTES) element O[NUM_CONSUMERS][WARPGROUP_WARPS][WARP_ROWS * HEAD_DIM];
-  float earlier[NUM_CONSUMERS][WARPGROUP][2 * HALVES];   // see Earlier; where O is on its way out it holds earlier sums before
-  Work work[Q_STAGES];
+  float earlier[NUM_CONSUMERS][WARPGROUP][2 * HALVES];   // see Earlier, whose other sums are in O until the output is staged there
+  WorkTile work[Q_STAGES];
   ptx::Mbarrier Q_full[Q_STAGES], Q_empty[Q_STAGES];
   ptx::Mbarrier end_near;
   ptx::Mbarrier K_full[PIPELINE_STAGES], K_empty[PIPELINE_STAGES];
   ptx::Mbarrier V_full[PIPELINE_STAGES], V_empty[PIPELINE_STAGES];
 };
-static_assert(sizeof(SharedStorage) <= BLOCK_SMEM_BYTES, "the tiles must fit into shared memory: fewer keys, rows or stages");
-static_assert(V_BYTES % 128 == 0, "a copy's target must be a multiple of 128 bytes");
+static_assert(sizeof(SharedStorage) <= BLOCK_SMEM_BYTES, "the tiles must fit into shared memory: use fewer keys, rows or stages");
+static_assert(V_BYTES % 128 == 0, "the destination of a TMA copy must be aligned to 128 bytes");
 
-extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q, 0, 0, 1};   // src/flashlab/run/fp8.py makes its maps
+extern "C" __device__ const LaunchShape launch_shape = {THREADS, sizeof(SharedStorage), TILE_Q, 0, 0, 1};   // maps: src/flashlab/run/fp8.py
 
 enum NamedBarrier {
-  TURN_BARRIER = 1,   // and 2, 3: a consumer's turn to issue GEMMs has come
+  ORDER_BARRIER = 1,   // and 2, 3: one per consumer, which waits on it for its turn to issue GEMMs
 };
-using ProductTurns = Turns<TURN_BARRIER, NUM_CONSUMERS, PINGPONG>;
+using GemmOrder = Turns<ORDER_BARRIER, NUM_CONSUMERS, PINGPONG>;
 
 // --- V, transposed -----------------------------------------------------------------------------------------------------------
 
-// Which key stands at byte `at` of 16: a thread has scores of keys 2·t, 2·t + 1, 2·t + 8 and 2·t + 9 of 16, and as A of the PV GEMM
-// it must have bytes 4·t to 4·t + 3.
+// The key at byte `at` of 16. A thread holds the scores of keys 2·t, 2·t + 1, 2·t + 8 and 2·t + 9 of 16, and as the A operand of the PV
+// GEMM it must hold bytes 4·t to 4·t + 3.
 __device__ __forceinline__ int key_at(int at) { return at / 4 * 2 + at % 2 + at % 4 / 2 * 8; }
 
-// A block of threads makes one block of V: 32 keys. Keys past the end are 0, and the columns of ones are 1 for every key.
+// Each thread block writes one block of V: 32 keys. Keys past the end are 0, and the columns of ones are 1 for every key.
 constexpr int TRANSPOSE_THREADS = 256;
 extern "C" __global__ void __launch_bounds__(TRANSPOSE_THREADS)
 transpose_f0_e4m3(const __grid_constant__ AttentionParams p, const __grid_constant__ Fp8Params fp8) {
   constexpr int ROW_PIECES = ROW_BYTES / 16;
-  constexpr int PADDED = ROW_BYTES + 4;   // a column's bytes lie in different banks
-  constexpr unsigned ONE = 0x38;          // e4m3
+  constexpr int PADDED = ROW_BYTES + 4;   // the bytes of a column lie in different banks
+  constexpr unsigned ONE = 0x38;          // 1.0 in e4m3
   __shared__ unsigned char rows_smem[STEP * PADDED];
-  static_assert(STEP * ROW_PIECES == TRANSPOSE_THREADS, "a thread reads 16 bytes");
+  static_assert(STEP * ROW_PIECES == TRANSPOSE_THREADS, "each thread must read 16 bytes once");
   const int batch = blockIdx.z, head = blockIdx.y;
   const auto* V_gmem = static_cast<const unsigned char*>(fp8.V.data) + batch * fp8.V.batch_stride + head * fp8.V.head_stride;
   const int row = threadIdx.x / ROW_PIECES, piece = threadIdx.x % ROW_PIECES;
@@ -106,14 +106,14 @@ transpose_f0_e4m3(const __grid_constant__ AttentionParams p, const __grid_consta
 
 // --- the producer ------------------------------------------------------------------------------------------------------------
 
-// As in late_fetch.cuh, of bytes and by tensor copies alone.
+// As in late_fetch.cuh, but on bytes, and with TMA tensor copies only.
 __device__ __forceinline__ void fetch_Q_bytes(const AttentionParams& p, const AttentionMaps& maps, SharedStorage& smem) {
   TileScheduler<TILE_Q> scheduler(p);
   for (int count = 0;; ++count) {
     const Place<Q_STAGES> q = Q_place(count);
     ptx::mbarrier_wait_parity(&smem.Q_empty[q.stage], q.parity ^ 1);
     if (count > 0) ptx::mbarrier_wait_parity(&smem.end_near, (count - 1) & 1);
-    const Work work = scheduler.next(p, count == 0);
+    const WorkTile work = scheduler.next(p, count == 0);
     smem.work[q.stage] = work;
     if (work.num_tiles == NO_MORE) {
       ptx::mbarrier_arrive(&smem.Q_full[q.stage]);
@@ -133,7 +133,7 @@ __device__ __forceinline__ void fetch_KV_bytes(const AttentionParams& p, const A
   for (int count = 0;; ++count) {
     const Place<Q_STAGES> q = Q_place(count);
     ptx::mbarrier_wait_parity(&smem.Q_full[q.stage], q.parity);   // the work tile is known
-    const Work work = smem.work[q.stage];
+    const WorkTile work = smem.work[q.stage];
     ptx::mbarrier_arrive(&smem.Q_empty[q.stage]);
     if (work.num_tiles == NO_MORE) break;
     const int kv_head = kv_head_of(p, work.head);
@@ -167,15 +167,15 @@ __device__ __forceinline__ void init_barriers_bytes(SharedStorage& smem) {
 }
 
 // --- softmax -----------------------------------------------------------------------------------------------------------------
-// As in 15_renormalize, with the range of e4m3: its numbers go from 2^-9 to 448, and those below 2^-6 lose digits. P of a row's first
-// 8 keys starts at 2^3 at most. A lane adds P in two chains; while each is below 448, so is every P, and none is cut off. A row whose
-// chain is not moves so that it lies between 2^6 and 2^7: a key that outweighs all others then has P in that range, and P of keys of
-// a thousandth of its weight still has all its digits.
-constexpr int HEADROOM = -3;   // the reference is that much above the first scores: below them
+// As in 15_renormalize, with the range of e4m3: 2^-9 to 448, with reduced precision below 2^-6. P of a row's first 8 keys is at most
+// 2^3. A lane sums P in two chains per row; while each chain is below 448, so is every P, and none saturates. Where a chain is not, the
+// row's reference is raised so that its largest chain lies between 2^6 and 2^7: a key that outweighs all others then has P in that
+// range, and P of a key with a thousandth of its weight still has full precision.
+constexpr int HEADROOM = -3;   // log2 of the headroom; negative: the reference is below the first scores
 constexpr float HEADROOM_FACTOR = 0x1p-3f;
 constexpr float CHAIN_LIMIT = 448.0f;
 constexpr int SETTLED = 6;
-constexpr float OVERFLOWN = 0x1p126f;   // a chain from here on, or NaN, says that FP32 may not hold some exponential
+constexpr float OVERFLOWN = 0x1p126f;   // a chain this large, or NaN, means that FP32 may not hold some exponential
 
 struct Visible {
   int num_keys[HALVES] = {TILE_KV, TILE_KV};
@@ -186,12 +186,12 @@ struct TileSums {
   float chain[HALVES][2] = {};
   __device__ __forceinline__ float of(int h) const { return chain[h][0] + chain[h][1]; }
   __device__ __forceinline__ float larger(int h) const { return fmaxf(chain[h][0], chain[h][1]); }
-  __device__ __forceinline__ bool in_range() const {   // false of NaN
+  __device__ __forceinline__ bool in_range() const {   // false for NaN
     return chain[0][0] < CHAIN_LIMIT && chain[0][1] < CHAIN_LIMIT && chain[1][0] < CHAIN_LIMIT && chain[1][1] < CHAIN_LIMIT;
   }
 };
 
-// Four numbers as e4m3, `a` in the lowest byte.
+// Converts four floats to e4m3; `a` goes to the lowest byte.
 __device__ __forceinline__ unsigned to_e4m3(float a, float b, float c, float d) {
   const __nv_fp8x2_e4m3 low(make_float2(a, b)), high(make_float2(c, d));
   return low.__x | static_cast<unsigned>(high.__x) << 16;
@@ -209,14 +209,14 @@ __device__ __forceinline__ void exponentials(float (&S_reg)[NUM_SCORES], const f
   }
 }
 
-constexpr int FLUSH_ACCESSES = HEAD_DIM / 2 / 8;   // of 16 bytes
+constexpr int FLUSH_ACCESSES = HEAD_DIM / 2 / 8;   // 16-byte accesses per lane
 
-// What a thread has of its rows' sums from earlier tiles. The tensor cores add e4m3 to sums of some 13 bits, and what falls off at
-// every instruction is no longer little after thousands of keys: every FLUSH_TILES tiles, O goes to shared memory and starts from 0.
-// Pairs of bfloat16 keep more digits than e4m3 leaves.
+// A thread's output sums of earlier tiles. The tensor cores accumulate e4m3 products with some 13 bits, and what every instruction
+// truncates is no longer negligible after thousands of keys: every FLUSH_TILES tiles, O is added to these sums in shared memory and
+// restarts from 0. Pairs of bfloat16 keep more bits than e4m3 does.
 struct Earlier {
-  uint4* pairs;    // a lane's are WARP apart
-  float* of_rows;  // of a lane: for each of its rows the sum of the columns of ones, and what brings `pairs` to the current reference
+  uint4* pairs;    // one lane's are WARP apart
+  float* of_rows;  // this lane's, for each of its rows: the sum of the ones columns, and the factor from `pairs` to the current reference
   bool any;
 
   __device__ __forceinline__ void scale(int h, float by) const {
@@ -231,7 +231,7 @@ struct Earlier {
       const uint4 four = pairs[i * WARP + lane];
       const unsigned word[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {   // pair 4·i + w is of row w % 2
+      for (int w = 0; w < 4; ++w) {   // pair 4·i + w belongs to row w % 2
         O_reg[8 * i + 2 * w] += __uint_as_float(word[w] << 16) * factor[w % 2];
         O_reg[8 * i + 2 * w + 1] += __uint_as_float(word[w] & 0xffff0000u) * factor[w % 2];
       }
@@ -239,11 +239,11 @@ struct Earlier {
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) O_reg[HEAD_DIM / 2 + 2 * h] += of_rows[2 * h];
   }
-  __device__ __forceinline__ void take(float (&O_reg)[O_COLUMNS / 2], int lane) {
+  __device__ __forceinline__ void next_work_tile(float (&O_reg)[O_COLUMNS / 2], int lane) {
     if (any) {
       add_to(O_reg, lane);
     } else {
-      if (lane == 0) ptx::cp_async_bulk_wait_group_read<0>();   // the rows before, which lie here on their way out, have been read
+      if (lane == 0) ptx::cp_async_bulk_wait_group_read<0>();   // the TMA store of the previous output has read this buffer
       __syncwarp();
     }
     any = true;
@@ -281,7 +281,7 @@ __device__ __forceinline__ void move_reference(float (&S_reg)[NUM_SCORES], float
   }
 }
 
-// Four numbers of e4m3, exact as fp16.
+// Converts four e4m3 numbers to fp16, which is exact.
 __device__ __forceinline__ void widen(unsigned bytes, unsigned& low, unsigned& high) {
   __nv_fp8x2_e4m3 pair;
   pair.__x = static_cast<__nv_fp8x2_storage_t>(bytes);
@@ -290,23 +290,23 @@ __device__ __forceinline__ void widen(unsigned bytes, unsigned& low, unsigned& h
   high = pack(static_cast<__half2>(pair));
 }
 
-// As in 15_renormalize: the scores of `lost` rows, which are over a hundred powers of two above their reference, once more, by
-// mma.sync. Both operands become fp16, which holds every e4m3, four numbers of a thread's at a time: a sum does not mind its order.
-__device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (&O_reg)[O_COLUMNS / 2], RowState& rows,
-                                             const Earlier& earlier, float (&sum)[HALVES], const bool (&lost)[HALVES], const unsigned char* Q_smem,
-                                             const AttentionParams& p, float scale_log2, const Work& work, int tile,
-                                             const Visible& visible, int warp, int lane) {
+// As in 15_renormalize: recomputes by mma.sync the scores of `lost` rows, which are over a hundred powers of two above their reference.
+// Both operands are widened to fp16, which is exact, from four consecutive bytes per thread: Q and K are permuted alike along the sum.
+__device__ __forceinline__ void rescore(float (&S_reg)[NUM_SCORES], float (&O_reg)[O_COLUMNS / 2], RowState& rows,
+                                        const Earlier& earlier, float (&sum)[HALVES], const bool (&overflowed)[HALVES],
+                                        const unsigned char* Q_smem, const AttentionParams& p, float scale_log2,
+                                        const WorkTile& work, int tile, const Visible& visible, int warp, int lane) {
   count_fallback<1>(p, lane);
   const auto* K_gmem = static_cast<const unsigned char*>(p.K.data) + work.batch * p.K.batch_stride +
                        kv_head_of(p, work.head) * p.K.head_stride + tile * TILE_KV * p.K.row_stride;
-  const int last_key = p.kv_len - 1 - tile * TILE_KV;   // there may be fewer than TILE_KV
+  const int last_key = p.kv_len - 1 - tile * TILE_KV;   // the tile may have fewer than TILE_KV keys
 #pragma unroll 1
   for (int j = 0; j < TILE_KV / MATRIX; ++j) {
     float S[4] = {};
     const unsigned char* key = K_gmem + min(j * MATRIX + lane / ROW_LANES, last_key) * p.K.row_stride + lane % ROW_LANES * 4;
 #pragma unroll
     for (int k = 0; k < HEAD_DIM / STEP; ++k) {
-      unsigned Q_part[4];   // row lane / 4 (and 8 further), bytes 4 · (lane % 4) onwards of 16 (and 16 further)
+      unsigned Q_part[4];   // row lane / 4 (and 8 below), 4 bytes from 4 · (lane % 4) on of 16 (and of the next 16)
       const int row = warp * WARP_ROWS + lane_row_of_rows(lane), chunk = k * 2 + lane_chunk_of_rows(lane);
       ptx::ldmatrix_x4(Q_part, Q_smem + row * ROW_BYTES + (chunk ^ row % 8) * 16);
 #pragma unroll
@@ -319,7 +319,7 @@ __device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (
       }
     }
 #pragma unroll
-    for (int i = 0; i < NUM_SCORES; ++i) S_reg[i] = i / 4 == j && lost[i / 2 % 2] ? S[i % 4] * scale_log2 : S_reg[i];
+    for (int i = 0; i < NUM_SCORES; ++i) S_reg[i] = i / 4 == j && overflowed[i / 2 % 2] ? S[i % 4] * scale_log2 : S_reg[i];
   }
 #pragma unroll
   for (int h = 0; h < HALVES; ++h) {
@@ -329,8 +329,8 @@ __device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (
       if (i / 2 % 2 == h && visible(i)) row_max = fmaxf(row_max, S_reg[i]);
     }
     row_max = lanes_max<ROW_LANES>(row_max);
-    if (!lost[h]) continue;
-    // The largest P is then 2^SETTLED, which e4m3 holds: a chain may be above its limit, but no P is.
+    if (!overflowed[h]) continue;
+    // The largest P is then 2^SETTLED, which e4m3 holds: a chain may exceed its limit, but no P does.
     const float reference = (row_max == NEG_INF ? 0.0f : row_max) - SETTLED;
     const float factor = ptx::ex2_approx_ftz(fminf(rows.max[h] - reference, 0.0f));
     rows.max[h] = reference;
@@ -351,11 +351,11 @@ __device__ __forceinline__ void scores_again(float (&S_reg)[NUM_SCORES], float (
   }
 }
 
-// A warp's 16 rows, by way of its own part of shared memory, where the output's rows are not aligned.
+// Stores a warp's 16 rows through its own part of shared memory, where the output's rows are not aligned.
 __device__ __forceinline__ void write_warp_rows(const AttentionParams& p, const float (&O_out)[HEAD_DIM / 2], element* rows_smem, int lane,
                                                 int warp_q_row, int head, int batch) {
   stage_rows<WARP_ROWS>(rows_smem, O_out, 0, lane);
-  __syncwarp();   // the rows are complete
+  __syncwarp();   // all rows are staged
   element* O_gmem = head_of(p.O, batch, head);   // (q_len, HEAD_DIM)
   constexpr int ROW_CHUNKS = HEAD_DIM / CHUNK;
 #pragma unroll
@@ -366,7 +366,7 @@ __device__ __forceinline__ void write_warp_rows(const AttentionParams& p, const 
                   *reinterpret_cast<const Chunk*>(rows_smem + tile_offset<WARP_ROWS>(row, chunk)));
     }
   }
-  __syncwarp();   // the rows are free again
+  __syncwarp();   // the warp's rows in shared memory may be overwritten
 }
 
 // --- the consumers -----------------------------------------------------------------------------------------------------------
@@ -376,7 +376,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   const int warp = thread / WARP;
   const int lane = thread % WARP;
   const int lane_col = lane % ROW_LANES * 2;
-  KvPlace kv;   // of the tile whose scores are next; the one before it has the tile whose probabilities are in P_reg
+  KvPlace kv;   // stage of the tile whose QK GEMM is next; the previous stage has the tile whose probabilities are in P_reg
 
   const Descriptor K_desc = ptx::make_descriptor(smem.K[0], 0, PATTERN_BYTES, ptx::Swizzle::b128);
   const Descriptor V_desc = ptx::make_descriptor(smem.V[0], PIECE_BYTES, 2 * PIECE_BYTES, ptx::Swizzle::none);
@@ -388,8 +388,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   float S_reg[NUM_SCORES];
   unsigned P_reg[TILE_KV / STEP][4];
   Earlier earlier = {reinterpret_cast<uint4*>(smem.O[consumer][warp]), smem.earlier[consumer][thread], false};
-  RowState rows;         // max: the row's reference, -inf where it has none yet
-  float scale_log2 = 0;  // of the work tile's head
+  RowState rows;         // max: the row's reference, -inf until it has one
+  float scale_log2 = 0;  // for the work tile's head, with its Q and K scales
   int count = -1;
   int num_tiles = 0;
   int not_mine = 0;
@@ -397,7 +397,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   const auto wait_for_Q = [&](int at) { ptx::mbarrier_wait_parity(&smem.Q_full[Q_place(at).stage], Q_place(at).parity); };
   const auto wait_for_K = [&]() { ptx::mbarrier_wait_parity(&smem.K_full[kv.stage], kv.parity); };
   const auto wait_for_V = [&](KvPlace at) { ptx::mbarrier_wait_parity(&smem.V_full[at.stage], at.parity); };
-  const auto current = [&]() -> const Work& { return smem.work[count % Q_STAGES]; };
+  const auto current = [&]() -> const WorkTile& { return smem.work[count % Q_STAGES]; };
   const auto issue_QK = [&](int stage) {
     const Descriptor Q_desc = ptx::make_descriptor(smem.Q[count % Q_STAGES][consumer], 0, PATTERN_BYTES, ptx::Swizzle::b128);
     const Descriptor desc = K_desc + descriptor_step(stage * K_BYTES);
@@ -417,7 +417,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   };
   const auto whole_tiles = [&]() { return (visible_keys(p, current().first_q_row + consumer * WGMMA_ROWS) - CAUSAL) / TILE_KV; };
   const auto warp_row = [&]() { return current().first_q_row + consumer * WGMMA_ROWS + warp * WARP_ROWS; };
-  const auto take = [&]() {
+  const auto next_work_tile = [&]() {
     wait_for_Q(++count);
     if (current().num_tiles == NO_MORE) return false;
     num_tiles = tiles_of_rows(p, current().first_q_row + consumer * WGMMA_ROWS, WGMMA_ROWS);
@@ -430,23 +430,25 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     float sum[HALVES] = {sums.of(0), sums.of(1)};
     if (__any_sync(FULL_WARP, !sums.in_range())) {
       count_fallback<0>(p, lane);
-      bool lost[HALVES];
+      bool overflowed[HALVES];
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) {
-        const float chain = sum[h] == sum[h] ? sums.larger(h) : sum[h];   // fmaxf would lose a NaN
-        const unsigned bits = lanes_max<ROW_LANES>(__float_as_uint(chain));   // not negative: ordered as their bits, NaN last
-        lost[h] = bits >= __float_as_uint(OVERFLOWN);
-        const int powers = bits < __float_as_uint(CHAIN_LIMIT) || lost[h] ? 0 : min(126, static_cast<int>(bits >> 23) - 127 - SETTLED);
+        const float chain = sum[h] == sum[h] ? sums.larger(h) : sum[h];   // fmaxf would drop a NaN
+        const unsigned bits = lanes_max<ROW_LANES>(__float_as_uint(chain));   // not negative: ordered as their bits, NaN largest
+        overflowed[h] = bits >= __float_as_uint(OVERFLOWN);
+        const int powers = bits < __float_as_uint(CHAIN_LIMIT) || overflowed[h]
+                               ? 0
+                               : min(126, static_cast<int>(bits >> 23) - 127 - SETTLED);
         if (__any_sync(FULL_WARP, powers > 0)) move_reference(S_reg, O_reg, rows, earlier, sum[h], h, powers);
       }
-      if (__any_sync(FULL_WARP, lost[0] || lost[1])) {
-        scores_again(S_reg, O_reg, rows, earlier, sum, lost, smem.Q[count % Q_STAGES][consumer], p, scale_log2, current(), tile,
+      if (__any_sync(FULL_WARP, overflowed[0] || overflowed[1])) {
+        rescore(S_reg, O_reg, rows, earlier, sum, overflowed, smem.Q[count % Q_STAGES][consumer], p, scale_log2, current(), tile,
                      visible, warp, lane);
       }
     }
     rows.sum[0] += sum[0];
     rows.sum[1] += sum[1];
-    // Neighbours in a register: keys 2·t, 2·t + 1, 2·t + 8 and 2·t + 9 of 16, of one row.
+    // One register packs keys 2·t, 2·t + 1, 2·t + 8 and 2·t + 9 of 16, of one row.
 #pragma unroll
     for (int j = 0; j < TILE_KV / MATRIX; j += 2) {
 #pragma unroll
@@ -456,8 +458,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       }
     }
   };
-  // The softmax of a tile in which rows may have their first keys: a row that sees a key of the tile sees its first.
-  const auto settle = [&](int tile, bool masked) {
+  // The softmax of a tile that may have a row's first visible keys: a row that sees any key of the tile sees the tile's first key.
+  const auto set_reference = [&](int tile, bool masked) {
     Visible visible;
     if (masked) {
 #pragma unroll
@@ -470,9 +472,9 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     for (int h = 0; h < HALVES; ++h) {
       const float one = !masked || visible(2 * h) ? S_reg[2 * h] * scale_log2 : NEG_INF;
       const float other = !masked || visible(2 * h + 1) ? S_reg[2 * h + 1] * scale_log2 : NEG_INF;
-      const float first = lanes_max<ROW_LANES>(fmaxf(one, other)) + HEADROOM;   // of the row's first 8 keys
+      const float first = lanes_max<ROW_LANES>(fmaxf(one, other)) + HEADROOM;   // from the row's first 8 scores of the tile
       rows.max[h] = rows.max[h] == NEG_INF ? first : rows.max[h];
-      reference[h] = masked && rows.max[h] == NEG_INF ? 0.0f : rows.max[h];     // the row sees nothing yet: P = 2^-inf
+      reference[h] = masked && rows.max[h] == NEG_INF ? 0.0f : rows.max[h];     // no visible key yet: P = 2^-inf = 0
     }
     TileSums sums;
     if (masked) {
@@ -482,27 +484,27 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     }
     finish_tile(sums, tile, visible);
   };
-  // A work tile's first K/V tile, or a further one that the mask cuts.
+  // A work tile's first K/V tile, or a further one that is partially masked or the first that some row sees.
   const auto cut_tile = [&](int tile, int first_whole, bool first) {
     wait_for_K();
     if (!first) wait_for_V(kv.previous());
-    ProductTurns::wait(consumer);
+    GemmOrder::wait(consumer);
     ptx::wgmma_fence();
     issue_QK(kv.stage);
     if (!first) issue_PV(kv.previous().stage);
-    ProductTurns::pass(consumer);
+    GemmOrder::pass(consumer);
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_pin(S_reg);
     if (!first) ptx::wgmma_pin(O_reg);
     release(&smem.K_empty[kv.stage]);
     if (!first) release(&smem.V_empty[kv.previous().stage]);
-    settle(tile, CAUSAL || tile >= first_whole);
+    set_reference(tile, CAUSAL || tile >= first_whole);
     kv = kv.next();
   };
-  const auto leave = [&](const Work& done) {
+  const auto leave = [&](const WorkTile& done) {
     if (earlier.any) {
       earlier.add_to(O_reg, lane);
-      __syncwarp();   // all lanes have theirs: the rows leave from here
+      __syncwarp();   // all lanes have read their sums: the output is staged in the same buffer
     }
     const int first_row = done.first_q_row + consumer * WGMMA_ROWS;
     const float V_scale = fp8.V_scale[done.batch * p.kv_heads + kv_head_of(p, done.head)];
@@ -513,7 +515,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
       rows.max[h] -= HEADROOM;
-      weight[h] = O_reg[HEAD_DIM / 2 + 2 * h];   // the columns of ones: the sum of P as rounded
+      weight[h] = O_reg[HEAD_DIM / 2 + 2 * h];   // the columns of ones: the sum of the rounded P
       sum[h] = lanes_sum<ROW_LANES>(rows.sum[h]) * HEADROOM_FACTOR;
     }
     finish_rows(p, O_out, rows, weight, sum, lane, first_row + warp * WARP_ROWS, done.head, done.batch);
@@ -528,15 +530,15 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     earlier.any = false;
   };
 
-  ProductTurns::begin(consumer);
-  bool more = take();
+  GemmOrder::begin(consumer);
+  bool more = next_work_tile();
   while (more) {
     for (; not_mine > 0; --not_mine, kv = kv.next()) {
       wait_for_K();
-      __syncwarp();   // no lane still waits for a phase that an arrival could end for good
+      __syncwarp();   // all lanes have seen the phase complete before lane 0 releases the stage: its next fill could hide that phase
       release(&smem.K_empty[kv.stage]);
-      ProductTurns::wait(consumer);
-      ProductTurns::pass(consumer);
+      GemmOrder::wait(consumer);
+      GemmOrder::pass(consumer);
       wait_for_V(kv);
       __syncwarp();
       release(&smem.V_empty[kv.stage]);
@@ -545,53 +547,53 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     const int first_whole = whole_tiles();
     for (bool first = true; tile >= 0 && (first || tile >= first_whole); first = false) cut_tile(tile--, first_whole, first);
 
-    bool K_came = false, V_came = false;
+    bool K_ready = false, V_ready = false;
     for (; tile >= 0; --tile) {
-      if (!K_came) wait_for_K();
-      if (!V_came) wait_for_V(kv.previous());
-      ProductTurns::wait(consumer);
+      if (!K_ready) wait_for_K();
+      if (!V_ready) wait_for_V(kv.previous());
+      GemmOrder::wait(consumer);
       ptx::wgmma_fence();
       issue_QK(kv.stage);
       issue_PV(kv.previous().stage);
-      ProductTurns::pass(consumer);
-      ptx::wgmma_wait_group<1>();   // Q·K is done; P·V of the tile before is under way
+      GemmOrder::pass(consumer);
+      ptx::wgmma_wait_group<1>();   // the QK GEMM is complete; the previous tile's PV GEMM is in flight
       ptx::wgmma_pin(S_reg);
       release(&smem.K_empty[kv.stage]);
       const KvPlace after = kv.next();
-      K_came = ptx::mbarrier_test_wait_parity(&smem.K_full[after.stage], after.parity);
+      K_ready = ptx::mbarrier_test_wait_parity(&smem.K_full[after.stage], after.parity);
       TileSums sums;
       exponentials<0, BEFORE_PV, false>(S_reg, rows.max, scale_log2, sums);
-      // ptxas would move these exponentials behind the wait, which names no registers: the address of a test needs their sums' signs.
+      // ptxas would move these exponentials behind the wait, which names no registers; so a test's address depends on their sums' signs.
       const int zero = (__float_as_uint(sums.chain[0][0]) | __float_as_uint(sums.chain[0][1]) | __float_as_uint(sums.chain[1][0]) |
                         __float_as_uint(sums.chain[1][1])) >> 31;
-      V_came = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage] + zero, kv.parity);
-      ptx::wgmma_wait_group<0>();   // so is P·V
+      V_ready = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage] + zero, kv.parity);
+      ptx::wgmma_wait_group<0>();   // the PV GEMM is complete, too
       ptx::wgmma_pin(O_reg);
       release(&smem.V_empty[kv.previous().stage]);
       exponentials<BEFORE_PV, NUM_SCORES, false>(S_reg, rows.max, scale_log2, sums);
-      if (FLUSH_TILES > 0 && tile % max(1, FLUSH_TILES) == 0) earlier.take(O_reg, lane);
+      if (FLUSH_TILES > 0 && tile % max(1, FLUSH_TILES) == 0) earlier.next_work_tile(O_reg, lane);
       finish_tile(sums, tile, {});
       kv = after;
     }
 
-    // The last P·V. Under it the next work tile is waited for, and taken before the output leaves.
+    // The last PV GEMM. The wait for the next work tile overlaps it; the next work tile is read before the output is stored.
     if (num_tiles > 0) {
       wait_for_V(kv.previous());
       ptx::wgmma_fence();
       issue_PV(kv.previous().stage);
-      wait_for_Q(count + 1);   // or word that there is no more
+      wait_for_Q(count + 1);   // or for NO_MORE in its place
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_pin(O_reg);
       release(&smem.V_empty[kv.previous().stage]);
     }
-    const Work done = current();
-    __syncwarp();   // all lanes have read it, and Q
+    const WorkTile done = current();
+    __syncwarp();   // all lanes are done reading the work tile and Q
     release(&smem.Q_empty[count % Q_STAGES]);
-    more = take();
+    more = next_work_tile();
     leave(done);
   }
   if constexpr (ALIGNED) output_copied(lane);
-  ProductTurns::end(consumer);
+  GemmOrder::end(consumer);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
@@ -600,7 +602,7 @@ attention_f0_e4m3(const __grid_constant__ AttentionParams p, const __grid_consta
   extern __shared__ __align__(1024) unsigned char shared_bytes[];
   SharedStorage& smem = *reinterpret_cast<SharedStorage*>(shared_bytes);
 
-  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);   // by a shuffle, so that ptxas sees one for a warp
+  const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);   // broadcast from lane 0, so that it is warp-uniform to ptxas
   const int thread = threadIdx.x % WARPGROUP;
 
   if (threadIdx.x == 0) init_barriers_bytes(smem);

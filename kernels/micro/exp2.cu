@@ -1,8 +1,8 @@
-// exp2: independent chains of ex2.approx. Each thread does CHAINS · UNROLL · repeats of them.
+// exp2: independent chains of ex2.approx. Each thread executes CHAINS · UNROLL · repeats of them.
 #include "micro.cuh"
 #include "ptx.cuh"
 
-static_assert(CHAINS % 4 == 0, "an arithmetic unit needs several independent chains a thread to stay busy");
+static_assert(CHAINS % 4 == 0, "an arithmetic unit needs several independent chains per thread to stay busy");
 
 extern "C" __global__ void __launch_bounds__(512) micro_exp2(const __grid_constant__ MicroParams p) {
   const float* in = static_cast<const float*>(p.in);

@@ -1,7 +1,7 @@
-// fp32_fma: independent chains of FFMA. Each thread does CHAINS · UNROLL · repeats of them.
+// fp32_fma: independent chains of FFMA. Each thread executes CHAINS · UNROLL · repeats of them.
 #include "micro.cuh"
 
-static_assert(CHAINS % 4 == 0, "an arithmetic unit needs several independent chains a thread to stay busy");
+static_assert(CHAINS % 4 == 0, "an arithmetic unit needs several independent chains per thread to stay busy");
 
 extern "C" __global__ void __launch_bounds__(512) micro_fp32_fma(const __grid_constant__ MicroParams p) {
   const float* in = static_cast<const float*>(p.in);

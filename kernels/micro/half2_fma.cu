@@ -1,9 +1,9 @@
-// half2_fma: independent chains of HFMA2, two multiply-adds each. Each thread does CHAINS · UNROLL · repeats of them.
+// half2_fma: independent chains of HFMA2, two multiply-adds each. Each thread executes CHAINS · UNROLL · repeats of them.
 #include <cuda_fp16.h>
 
 #include "micro.cuh"
 
-static_assert(CHAINS % 4 == 0, "an arithmetic unit needs several independent chains a thread to stay busy");
+static_assert(CHAINS % 4 == 0, "an arithmetic unit needs several independent chains per thread to stay busy");
 
 extern "C" __global__ void __launch_bounds__(512) micro_half2_fma(const __grid_constant__ MicroParams p) {
   const __half2* in = static_cast<const __half2*>(p.in);

@@ -1,8 +1,8 @@
-// l2_read: `repeats` passes over a buffer small enough for L2, past L1, 16 bytes a thread and access.
-// `count` is in units of 16 bytes, a multiple of four times the grid's threads.
+// l2_read: `repeats` passes over a buffer that fits in L2, bypassing L1, 16 bytes per thread and load.
+// `count` is in units of 16 bytes, a multiple of four times the number of threads in the grid.
 #include "micro.cuh"
 
-constexpr int IN_FLIGHT = 4;   // loads
+constexpr int IN_FLIGHT = 4;   // loads in flight per thread
 
 extern "C" __global__ void __launch_bounds__(512) micro_l2_read(const __grid_constant__ MicroParams p) {
   const uint4* source = static_cast<const uint4*>(p.in);
@@ -17,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(512) micro_l2_read(const __grid_con
 #pragma unroll
       for (int k = 0; k < IN_FLIGHT; ++k) sum += value[k].x ^ value[k].y ^ value[k].z ^ value[k].w;
     }
-    sum = sum * 3u + 1u;   // each pass depends on the one before, so none can be left out
+    sum = sum * 3u + 1u;   // each pass depends on the previous one, so the compiler cannot remove any
   }
   keep(p, sum, p.count < 0);
 }

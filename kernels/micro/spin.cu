@@ -1,11 +1,11 @@
-// spin: one thread waits `count` nanoseconds, and reports its SM and the SM's clock and the time before and after.
-// The host enqueues work behind it meanwhile, so that no sample waits for the host. Clocks over time are the SM clock:
-// of one spin the unloaded one; from the end of one to the start of the next, on the same SM, that of the work between.
+// spin: one thread spins for `count` nanoseconds, and reports its SM and, before and after, the SM's cycle counter and the time.
+// Meanwhile the host enqueues work behind it, so that no sample includes the host. Cycles divided by time are the SM clock:
+// within one spin, the unloaded clock; from the end of one to the start of the next on the same SM, that of the work between.
 #include "micro.cuh"
 #include "ptx.cuh"
 
 extern "C" __global__ void micro_spin(const __grid_constant__ MicroParams p) {
-  // The timer may step by a microsecond: start on a step, and the end is one too.
+  // The timer may advance in steps of a microsecond: start right after a step, and end right after one too.
   const unsigned long long before = ptx::globaltimer();
   unsigned long long start;
   do {

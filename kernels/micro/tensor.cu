@@ -1,5 +1,5 @@
-// tensor: independent chains of 16×16×16 warp-level matrix multiply-adds, FP32 accumulation, operands in registers.
-// Each warp does CHAINS · UNROLL · repeats of them, 2 · 16³ operations each.
+// tensor: independent chains of 16×16×16 warp-level MMAs, FP32 accumulation, operands in registers.
+// Each warp executes CHAINS · UNROLL · repeats of them, 2 · 16³ operations each.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <mma.h>

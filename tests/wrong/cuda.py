@@ -220,15 +220,15 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         name="v_one_phase_early",
         stage="11_pingpong",
-        old="V_came = V_is_there(tile);",
-        new="V_came = V_is_there(tile - 1);",
+        old="V_ready = V_arrived(tile);",
+        new="V_ready = V_arrived(tile - 1);",
         early=True,
     ),
     Mistake(
         name="v_one_phase_early",
         stage="12_persistent",
-        old="V_came = V_is_there(tile);",
-        new="V_came = V_is_there(tile - 1);",
+        old="V_ready = V_arrived(tile);",
+        new="V_ready = V_arrived(tile - 1);",
         mask="causal",
         early=True,
     ),
@@ -241,8 +241,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         name="v_one_phase_early",
         stage="13_overlap",
-        old="V_came = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity);",
-        new="V_came = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity ^ 1);",
+        old="V_ready = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity);",
+        new="V_ready = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity ^ 1);",
         early=True,
     ),
     Mistake(
@@ -311,8 +311,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         name="v_one_phase_early",
         stage="17_around_the_loop",
-        old="V_came = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity);",
-        new="V_came = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity ^ 1);",
+        old="V_ready = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity);",
+        new="V_ready = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity ^ 1);",
         early=True,
     ),
     Mistake(
@@ -373,8 +373,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         name="next_work_tile_taken_before_this_ones_place_is_read",
         stage="17_around_the_loop",
-        old="    if constexpr (!WIDE) done = give_back_Q();\n    more = take();",
-        new="    more = take();\n    if constexpr (!WIDE) done = give_back_Q();",
+        old="    if constexpr (!WIDE) done = release_Q();\n    more = next_work_tile();",
+        new="    more = next_work_tile();\n    if constexpr (!WIDE) done = release_Q();",
     ),
 )
 """What once went through: each is found by `flashlab check --on cpu STAGE`."""

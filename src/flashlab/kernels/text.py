@@ -23,9 +23,9 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"', re.MULTILINE)
 _CONSTANT = re.compile(
     r"^ *(?:static )?constexpr (?:int|bool|unsigned|long long|float) (\w+)(<__half>)? = ([^;]+);", re.MULTILINE
 )
-_MEMBER = re.compile(r"^ *(?:alignas\((\w+)\) )?(element|float|Work|ptx::Mbarrier) ([^;]+);", re.MULTILINE)
+_MEMBER = re.compile(r"^ *(?:alignas\((\w+)\) )?(element|float|WorkTile|ptx::Mbarrier) ([^;]+);", re.MULTILINE)
 _ARRIVALS = re.compile(r"mbarrier_init\(&smem\.(\w+)(?:\[\w+\])?, ([^;]+)\);")
-_BYTES = {"element": 2, "float": 4, "Work": 16, "ptx::Mbarrier": 8}
+_BYTES = {"element": 2, "float": 4, "WorkTile": 16, "ptx::Mbarrier": 8}
 """Sizes in bytes of types in shared memory; an element has 16 bits."""
 
 

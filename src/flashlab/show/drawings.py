@@ -543,7 +543,7 @@ def smem(figure: Figure, layout: Layout) -> Facts:
 _WAITING: Mapping[str, tuple[str, str]] = {
     "Q_full": ("the TMA load of Q, by its bytes", "consumers; the warps that fetch K and V"),
     "Q_empty": ("each consumer warp, and a K/V warp", "the warp that fetches Q"),
-    "work_known": ("the warp that fetches Q, at head dim 256", "the warps that fetch K and V, there"),
+    "work_ready": ("the warp that fetches Q, at head dim 256", "the warps that fetch K and V, there"),
     "end_near": ("the warp that fetches K and V", "the warp that fetches Q"),
     "K_full": ("the TMA load of K, by its bytes", "consumers, before the QK GEMM"),
     "K_empty": ("each consumer warp, after the QK GEMM", "the warp that fetches K and V"),

@@ -1,13 +1,13 @@
-// Consumers that issue their GEMMs in ping-pong order: one's are in the tensor cores while another's softmax runs.
+// Consumer warpgroups that issue their GEMMs in ping-pong order: the GEMMs of one overlap the softmax of another.
 #pragma once
 #include "hopper.cuh"
 
-// A consumer's turn comes when the one before it has issued its own; it waits at named barrier FIRST_BARRIER + consumer. The last
-// one starts by passing to the first; whoever took the last turn leaves one that nobody needs, which `end` takes. Without IN_TURNS,
-// or alone, nobody waits.
-template <int FIRST_BARRIER, int CONSUMERS, bool IN_TURNS>
+// A consumer warpgroup issues its GEMMs after the previous one has issued its own; it waits on named barrier FIRST_BARRIER + consumer.
+// `begin`: the last consumer lets the first one start. `end`: the first consumer waits for the last, unmatched arrival at its barrier.
+// Without ORDERED, or with one consumer, nothing waits.
+template <int FIRST_BARRIER, int CONSUMERS, bool ORDERED>
 struct Turns {
-  static constexpr bool TAKEN = IN_TURNS && CONSUMERS > 1;
+  static constexpr bool TAKEN = ORDERED && CONSUMERS > 1;
 
   static __device__ __forceinline__ void wait(int consumer) {
     if constexpr (TAKEN) ptx::bar_sync(FIRST_BARRIER + consumer, 2 * WARPGROUP);
