@@ -166,7 +166,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   RowState rows;
   int count = -1;      // number of work tiles before the current one
   int num_tiles = 0;   // K/V tiles of the current work tile that this consumer's rows need: at most the block's
-  int not_mine = 0;    // K/V tiles that the block needs and this consumer skips; they come first
+  int tiles_to_skip = 0;  // K/V tiles that the block needs and this consumer skips; they come first
   float rescale[HALVES];
 
   const auto wait_for_Q = [&](int at) { ptx::mbarrier_wait_parity(&smem.Q_full[Q_place(at).stage], Q_place(at).parity); };
@@ -197,7 +197,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     wait_for_Q(++count);
     if (current().num_tiles == NO_MORE) return false;
     num_tiles = tiles_of_rows(p, current().first_q_row + consumer * WGMMA_ROWS, WGMMA_ROWS);
-    not_mine = current().num_tiles - num_tiles;
+    tiles_to_skip = current().num_tiles - num_tiles;
     if constexpr (Q_IN_REGISTERS) load_Q(Q_reg, smem.Q[count % Q_STAGES][consumer], warp, lane);
     return true;
   };
@@ -211,7 +211,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     softmax<TILE_KV>(S_reg, rows, rescale, p.scale_log2, tile >= whole_tiles(), num_keys);
   };
   // Stores a work tile's output, and resets O and the row state for the next one.
-  const auto leave = [&](const WorkTile& done) {
+  const auto store_output = [&](const WorkTile& done) {
     const int first_row = done.first_q_row + consumer * WGMMA_ROWS;
     if constexpr (ALIGNED) {
       copy_output(p, maps, O_reg, rows, smem.O[consumer][warp], lane, first_row + warp * WARP_ROWS, done.head, done.batch);
@@ -226,7 +226,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   GemmOrder::begin(consumer);
   bool more = next_work_tile();
   while (more) {
-    for (; not_mine > 0; --not_mine, kv = kv.next()) {
+    for (; tiles_to_skip > 0; --tiles_to_skip, kv = kv.next()) {
       wait_for_K();
       __syncwarp();   // all lanes have seen the phase complete before lane 0 releases the stage: its next fill could hide that phase
       release(&smem.K_empty[kv.stage]);
@@ -317,7 +317,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     __syncwarp();   // all lanes are done reading the work tile and Q
     release(&smem.Q_empty[count % Q_STAGES]);
     more = next_work_tile();
-    leave(done);
+    store_output(done);
   }
   if constexpr (ALIGNED) output_copied(lane);
   GemmOrder::end(consumer);

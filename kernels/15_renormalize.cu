@@ -211,7 +211,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   RowState rows;       // max: the row's reference, -inf until it has one
   int count = -1;      // number of work tiles before the current one
   int num_tiles = 0;   // K/V tiles of the current work tile that this consumer's rows need: at most the block's
-  int not_mine = 0;    // K/V tiles that the block needs and this consumer skips; they come first
+  int tiles_to_skip = 0;  // K/V tiles that the block needs and this consumer skips; they come first
 
   const auto wait_for_Q = [&](int at) { ptx::mbarrier_wait_parity(&smem.Q_full[Q_place(at).stage], Q_place(at).parity); };
   const auto wait_for_K = [&]() { ptx::mbarrier_wait_parity(&smem.K_full[kv.stage], kv.parity); };
@@ -238,7 +238,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     wait_for_Q(++count);
     if (current().num_tiles == NO_MORE) return false;
     num_tiles = tiles_of_rows(p, current().first_q_row + consumer * WGMMA_ROWS, WGMMA_ROWS);
-    not_mine = current().num_tiles - num_tiles;
+    tiles_to_skip = current().num_tiles - num_tiles;
     if constexpr (Q_IN_REGISTERS) load_Q(Q_reg, smem.Q[count % Q_STAGES][consumer], warp, lane);
     return true;
   };
@@ -306,7 +306,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     finish_tile(sum, tile, visible);   // the first scores may not be representative of the row
   };
   // A work tile's first K/V tile, or a further one that is partially masked or the first that some row sees.
-  const auto cut_tile = [&](int tile, int first_whole, bool first) {
+  const auto masked_tile = [&](int tile, int first_whole, bool first) {
     wait_for_K();
     if (!first) wait_for_V(kv.previous());
     GemmOrder::wait(consumer);
@@ -323,7 +323,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     kv = kv.next();
   };
   // Stores a work tile's output, and resets O and the row state for the next one.
-  const auto leave = [&](const WorkTile& done) {
+  const auto store_output = [&](const WorkTile& done) {
     const int first_row = done.first_q_row + consumer * WGMMA_ROWS;
     float weight[HALVES], sum[HALVES];   // `sum` is for the log-sum-exp, without the headroom, which would cost its last bits
 #pragma unroll
@@ -346,7 +346,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   GemmOrder::begin(consumer);
   bool more = next_work_tile();
   while (more) {
-    for (; not_mine > 0; --not_mine, kv = kv.next()) {
+    for (; tiles_to_skip > 0; --tiles_to_skip, kv = kv.next()) {
       wait_for_K();
       __syncwarp();   // all lanes have seen the phase complete before lane 0 releases the stage: its next fill could hide that phase
       release(&smem.K_empty[kv.stage]);
@@ -359,9 +359,9 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     int tile = num_tiles - 1;
     const int first_whole = whole_tiles();
     if constexpr (FIRST_APART) {
-      if (tile >= 0) cut_tile(tile--, first_whole, true);
+      if (tile >= 0) masked_tile(tile--, first_whole, true);
     }
-    for (bool first = !FIRST_APART; tile >= 0 && (first || tile >= first_whole); first = false) cut_tile(tile--, first_whole, first);
+    for (bool first = !FIRST_APART; tile >= 0 && (first || tile >= first_whole); first = false) masked_tile(tile--, first_whole, first);
 
     bool K_ready = false, V_ready = false;   // tested before the tiles are needed, because an mbarrier test has latency
     for (; tile >= 0; --tile) {
@@ -403,7 +403,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     __syncwarp();   // all lanes are done reading the work tile and Q
     release(&smem.Q_empty[count % Q_STAGES]);
     more = next_work_tile();
-    leave(done);
+    store_output(done);
   }
   if constexpr (ALIGNED) output_copied(lane);
   GemmOrder::end(consumer);

@@ -328,7 +328,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   RowState rows;       // max: the row's reference, -inf until it has one
   int count = -1;      // number of work tiles before the current one
   int num_tiles = 0;   // K/V tiles of the current work tile that this consumer's rows need: at most the block's
-  int not_mine = 0;    // K/V tiles after these that the block needs and this consumer skips; they come first
+  int tiles_to_skip = 0;  // K/V tiles after these that the block needs and this consumer skips; they come first
 
   const auto wait_for_Q = [&](int at) { ptx::mbarrier_wait_parity(&smem.Q_full[Q_place(at).stage], Q_place(at).parity); };
   const auto wait_for_K = [&]() { ptx::mbarrier_wait_parity(&smem.K_full[kv.stage], kv.parity); };
@@ -384,7 +384,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     wait_for_Q(++count);
     if (current().num_tiles == NO_MORE) return false;
     num_tiles = tiles_of_rows(own(), current().first_q_row + consumer * WGMMA_ROWS, WGMMA_ROWS);
-    if constexpr (!WIDE) not_mine = tiles_skipped();
+    if constexpr (!WIDE) tiles_to_skip = tiles_skipped();
     if constexpr (Q_IN_REGISTERS) load_Q(Q_reg, smem.Q[Q_buffer(count)][consumer], warp, lane);
     return true;
   };
@@ -494,7 +494,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     finish_tile(sum, tile, visible, ROUND_EARLY && FIRST_APART && first);
   };
   // A work tile's first K/V tile, or a further one that is partially masked or the first that some row sees.
-  const auto cut_tile = [&](int tile, int first_whole, bool first) {
+  const auto masked_tile = [&](int tile, int first_whole, bool first) {
     wait_for_K();
     if (!first) wait_for_V(kv.previous());
     GemmOrder::wait(consumer);
@@ -511,7 +511,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     kv = kv.next();
   };
   // Stores a work tile's output, and resets O and the row state for the next one.
-  const auto leave = [&](const WorkTile& done) {
+  const auto store_output = [&](const WorkTile& done) {
     const int first_row = done.first_q_row + consumer * WGMMA_ROWS;
     float O_out[HEAD_DIM / 2];
 #pragma unroll
@@ -565,16 +565,16 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   };
   bool more = next_work_tile();
   while (more) {
-    if constexpr (WIDE) not_mine = tiles_skipped();   // computed after the output is stored: registers are scarce
-    for (; not_mine > 0; --not_mine) skip_tile();
+    if constexpr (WIDE) tiles_to_skip = tiles_skipped();   // computed after the output is stored: registers are scarce
+    for (; tiles_to_skip > 0; --tiles_to_skip) skip_tile();
     const int last_tile = first_tile(), last_whole = first_whole_tile();   // tiles are processed last to first
     int tile = last_tile + num_tiles - 1;
     const int first_whole = whole_tiles();
     if constexpr (FIRST_APART) {
-      if (tile >= 0) cut_tile(tile--, first_whole, true);
+      if (tile >= 0) masked_tile(tile--, first_whole, true);
     }
     for (bool first = !FIRST_APART; tile >= last_tile && (first || tile >= first_whole); first = false) {
-      cut_tile(tile--, first_whole, first);
+      masked_tile(tile--, first_whole, first);
     }
 
     bool K_ready = false, V_ready = false;   // tested before the tiles are needed, because an mbarrier test has latency
@@ -603,7 +603,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       kv = after;
     }
     if constexpr (WINDOW) {
-      while (tile >= last_tile) cut_tile(tile--, first_whole, false);
+      while (tile >= last_tile) masked_tile(tile--, first_whole, false);
     }
 
     // The last PV GEMM. The next work tile is waited for and read while it runs.
@@ -625,7 +625,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
         for (int left = last_tile - first_tile_of_rows(params_of(p, done), done.first_q_row); left > 0; --left) skip_tile();
       }
     }
-    leave(done);
+    store_output(done);
   }
   if constexpr (ALIGNED && !WIDE) output_copied(lane);
   if constexpr (COUNT_IN_SHARED) {

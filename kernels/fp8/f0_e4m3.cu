@@ -392,7 +392,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   float scale_log2 = 0;  // for the work tile's head, with its Q and K scales
   int count = -1;
   int num_tiles = 0;
-  int not_mine = 0;
+  int tiles_to_skip = 0;
 
   const auto wait_for_Q = [&](int at) { ptx::mbarrier_wait_parity(&smem.Q_full[Q_place(at).stage], Q_place(at).parity); };
   const auto wait_for_K = [&]() { ptx::mbarrier_wait_parity(&smem.K_full[kv.stage], kv.parity); };
@@ -421,7 +421,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     wait_for_Q(++count);
     if (current().num_tiles == NO_MORE) return false;
     num_tiles = tiles_of_rows(p, current().first_q_row + consumer * WGMMA_ROWS, WGMMA_ROWS);
-    not_mine = current().num_tiles - num_tiles;
+    tiles_to_skip = current().num_tiles - num_tiles;
     const int kv_head = current().batch * p.kv_heads + kv_head_of(p, current().head);
     scale_log2 = p.scale_log2 * fp8.Q_scale[current().batch * p.q_heads + current().head] * fp8.K_scale[kv_head];
     return true;
@@ -485,7 +485,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     finish_tile(sums, tile, visible);
   };
   // A work tile's first K/V tile, or a further one that is partially masked or the first that some row sees.
-  const auto cut_tile = [&](int tile, int first_whole, bool first) {
+  const auto masked_tile = [&](int tile, int first_whole, bool first) {
     wait_for_K();
     if (!first) wait_for_V(kv.previous());
     GemmOrder::wait(consumer);
@@ -501,7 +501,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     set_reference(tile, CAUSAL || tile >= first_whole);
     kv = kv.next();
   };
-  const auto leave = [&](const WorkTile& done) {
+  const auto store_output = [&](const WorkTile& done) {
     if (earlier.any) {
       earlier.add_to(O_reg, lane);
       __syncwarp();   // all lanes have read their sums: the output is staged in the same buffer
@@ -533,7 +533,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
   GemmOrder::begin(consumer);
   bool more = next_work_tile();
   while (more) {
-    for (; not_mine > 0; --not_mine, kv = kv.next()) {
+    for (; tiles_to_skip > 0; --tiles_to_skip, kv = kv.next()) {
       wait_for_K();
       __syncwarp();   // all lanes have seen the phase complete before lane 0 releases the stage: its next fill could hide that phase
       release(&smem.K_empty[kv.stage]);
@@ -545,7 +545,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     }
     int tile = num_tiles - 1;
     const int first_whole = whole_tiles();
-    for (bool first = true; tile >= 0 && (first || tile >= first_whole); first = false) cut_tile(tile--, first_whole, first);
+    for (bool first = true; tile >= 0 && (first || tile >= first_whole); first = false) masked_tile(tile--, first_whole, first);
 
     bool K_ready = false, V_ready = false;
     for (; tile >= 0; --tile) {
@@ -590,7 +590,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     __syncwarp();   // all lanes are done reading the work tile and Q
     release(&smem.Q_empty[count % Q_STAGES]);
     more = next_work_tile();
-    leave(done);
+    store_output(done);
   }
   if constexpr (ALIGNED) output_copied(lane);
   GemmOrder::end(consumer);
