@@ -376,6 +376,88 @@ def test_packed_sequences_are_apart_from_each_other(kind: str, use_cache: bool) 
         assert float((logits - wanted).abs().max()) <= 4e-3 * scale
 
 
+def padded(lengths: tuple[int, ...], side: str, length: int = 19) -> Any:
+    """An attention mask of sequences of these lengths, with padding on one side."""
+    columns, lasting = torch.arange(length)[None], torch.tensor(lengths)[:, None]
+    return (columns < lasting if side == "right" else columns >= length - lasting).long()
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", ["Llama", "Gemma2", "Mistral"])
+def test_a_padded_batch_says_the_same_as_with_sdpa(kind: str) -> None:
+    """Prompts padded on either side, also with their first part in the cache, and generation token after token; in
+    windows narrower than the padding, and with soft caps, which only eager has."""
+    if kind == "Llama":
+        model = shared.llama(torch, layers=2, heads=4, head_dim=64).to(torch.float16)
+    else:
+        model = shared.windowed(torch, kind, 6).to(torch.float16)
+    ids = torch.randint(1, 128, (3, 19), generator=torch.Generator().manual_seed(2))
+    left, right = (padded((9, 19, 1), side) for side in ("left", "right"))
+    said, wanted = {}, "eager" if kind == "Gemma2" else "sdpa"
+    with torch.no_grad():
+        for name in (wanted, "flashlab"):
+            model.set_attn_implementation(name)
+            whole = [model(ids, attention_mask=mask).logits for mask in (left, right)]
+            cache = model(ids[:, :7], attention_mask=left[:, :7]).past_key_values
+            rest = model(ids[:, 7:], attention_mask=left, past_key_values=cache).logits
+            tokens = model.generate(ids, attention_mask=left, max_new_tokens=5, do_sample=False)
+            said[name] = (*(logits[mask.bool()] for logits, mask in zip(whole, (left, right), strict=True)),)
+            said[name] += (rest[left[:, 7:].bool()], tokens)
+    assert said["flashlab"][-1].shape == (3, 19 + 5)
+    assert torch.equal(said["flashlab"][-1], said[wanted][-1])
+    for logits, by_theirs in zip(said["flashlab"][:-1], said[wanted][:-1], strict=True):
+        assert float((logits - by_theirs).abs().max()) <= 4e-3 * max(1.0, float(by_theirs.abs().max()))
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", ["Bert", "ModernBert", "T5Gemma"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_an_encoder_with_padding_says_the_same_as_eager(kind: str, side: str) -> None:
+    """With windows and without, and a decoder whose every query attends to the encoder's tokens."""
+    transformers = pytest.importorskip("transformers")
+    flashlab.torch.register()
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "pad_token_id": 0}
+    mask, more = padded((19, 7), side), {}
+    if kind == "T5Gemma":
+        sizes |= {"num_key_value_heads": 1, "head_dim": 64, "sliding_window": 4}
+        config = transformers.T5GemmaConfig(encoder=sizes, decoder=sizes, vocab_size=128)
+        model, more = transformers.T5GemmaModel(config), {"decoder_input_ids": IDS[:, 3:10]}
+    else:
+        config = getattr(transformers, f"{kind}Config")(**sizes, **{"ModernBert": {"local_attention": 8}}.get(kind, {}))
+        model = getattr(transformers, f"{kind}Model")(config)
+    model, said = model.to(torch.float16).eval(), {}
+    for name in ("eager", "flashlab"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            out = model(IDS, attention_mask=mask, **more)
+        of_encoder = out.encoder_last_hidden_state if more else out.last_hidden_state
+        said[name] = (of_encoder[mask.bool()], *((out.last_hidden_state,) if more else ()))
+    torch.testing.assert_close(said["flashlab"], said["eager"], atol=2e-2, rtol=2e-2)
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("default")
+def test_padding_is_looked_for_once_a_forward_pass(llama: Any) -> None:
+    class Seen(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            operators.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    operators: list[str] = []
+    model = llama.to(torch.float16)
+    model.set_attn_implementation("flashlab")
+    with torch.no_grad(), Seen():
+        model(IDS, attention_mask=padded((5, 19), "left"))
+    assert operators.count("flashlab.varlen_attention.default") == 2
+    assert operators.count("aten.nonzero.default") == 1
+
+
 @pytest.mark.parametrize(("sequences", "packed"), [([0, 0, 0], False), ([0, 1, 1], True)])
 def test_a_mask_of_one_sequence_is_the_kernels_own(sequences: list[int], packed: bool) -> None:
     """While it traces, transformers takes every batch for a packed one."""
@@ -401,6 +483,37 @@ def test_packed_attention_has_the_bits_of_each_sequence(causal: bool) -> None:
     for first, end in ((0, 25), (25, 26), (26, 40)):
         alone, _ = attend(*(x[:, :, first:end] for x in (q, k, v)), None, **options)
         assert torch.equal(out[:, first:end], alone)
+
+
+@needs_compiler
+@pytest.mark.parametrize("queries", [40, 9, 1])
+@pytest.mark.parametrize(("causal", "window"), [(True, None), (True, 8), (False, None), (False, 8)])
+def test_padded_attention_is_that_of_the_other_tokens(queries: int, causal: bool, window: int | None) -> None:
+    """With padding on either side, on both, nowhere, and everywhere; the mask's first columns left the window."""
+    made = torch.Generator().manual_seed(3)
+    q = torch.randn(5, queries, 4, 64, generator=made).half().transpose(1, 2)
+    k, v = (torch.randn(5, 2, 40, 64, generator=made).half() for _ in "kv")
+    first, end = torch.tensor([[25, 40], [0, 36], [2, 38], [0, 40], [0, 0]]).T[..., None]
+    columns = torch.arange(40)[None]
+    valid = (columns >= first) & (columns < end)
+    call = {"q_length": queries, "kv_length": 40, "q_offset": 43 - queries, "kv_offset": 3, "local_size": window}
+    call |= {"allow_is_bidirectional_skip": not causal, "allow_is_causal_skip": causal}
+    call |= {"attention_mask": torch.nn.functional.pad(valid, (3, 0)), "config": SimpleNamespace(sliding_window=window)}
+    mask, module = flashlab.torch._transformers_mask(**call), SimpleNamespace(is_causal=causal)
+    options = {"sliding_window": window, "softcap": 5.0, "scaling": 0.25}
+    out, _ = flashlab.torch._transformers_attention(module, q, k, v, mask, **options)
+    assert (out.shape, out.is_contiguous()) == ((5, queries, 4, 64), True)
+    apart = torch.arange(40 - queries, 40)[:, None] - columns
+    seen = valid[:, None] & (apart >= 0) if causal else valid[:, None].expand(-1, queries, -1)
+    if window is not None:  # of an encoder, the keys on each side
+        seen = seen & (apart.abs() < window + (not causal))
+    scores = (q.float() @ k.float().repeat_interleave(2, 1).transpose(2, 3)) * 0.25
+    scores = (5 * torch.tanh(scores / 5)).masked_fill(~seen[:, None], -torch.inf)
+    wanted = (scores.softmax(-1).nan_to_num() @ v.float().repeat_interleave(2, 1)).transpose(1, 2)
+    if causal or window is not None:  # else the queries may be of another sequence, in cross-attention
+        wanted[~valid[:, 40 - queries :]] = 0
+        assert not out[~valid[:, 40 - queries :]].any()
+    torch.testing.assert_close(out.float(), wanted, atol=4e-3, rtol=4e-3)
 
 
 @needs_compiler
@@ -486,14 +599,16 @@ def test_a_later_part_of_a_prompt_is_aligned_with_its_end(llama: Any) -> None:
 
 
 @pytest.mark.filterwarnings("default")
-def test_a_model_refuses_padding_static_caches_and_gradients(llama: Any) -> None:
+def test_a_model_refuses_holes_static_caches_and_gradients(llama: Any) -> None:
     model = llama.to(torch.float16)
     model.set_attn_implementation("flashlab")
-    padded = torch.ones_like(IDS)
-    padded[0, :3] = 0
+    holes = torch.ones_like(IDS)
+    holes[0, 3:5] = 0
     with torch.no_grad():
-        with pytest.raises(errors.UnsupportedError, match=r"with padding.*='sdpa' or 'eager' takes it"):
-            model(IDS, attention_mask=padded)
+        with pytest.raises(errors.UnsupportedError, match=r"zeros between ones.*='sdpa' or 'eager' takes it"):
+            model(IDS, attention_mask=holes)
+        with pytest.raises(errors.UnsupportedError, match=r"padding_side='left'.*zeros between ones"):
+            model.generate(IDS, attention_mask=padded((5, 19), "right"), max_new_tokens=2)
         with pytest.raises(errors.UnsupportedError, match=r"mask of shape \(2, 1, 19, 19\)"):
             model(IDS, attention_mask=torch.ones(2, 1, 19, 19, dtype=torch.bool))
         with pytest.raises(errors.UnsupportedError, match="wanted a dynamic cache"):
@@ -520,11 +635,19 @@ def test_a_model_refuses_padding_static_caches_and_gradients(llama: Any) -> None
             "wanted all of them in a batch of 1, got .* 2",
         ),
         ({"output_attentions": True}, "output_attentions"),
+        ({"attention_mask": torch.ones(2, 40, dtype=torch.bool)}, r"mask of shape \(2, 40\)"),
+        ({"attention_mask": torch.ones(2, 50)}, r"mask of shape \(2, 50\)"),  # not of the mask function
+        (
+            {"attention_mask": torch.ones(2, 50, dtype=torch.bool), "cu_seq_lens_q": [0]},
+            "got packed sequences with padding",
+        ),
     ],
 )
 def test_what_the_kernels_do_not_compute_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(errors.UnsupportedError, match=words):
-        flashlab.torch._transformers_attention(SimpleNamespace(is_causal=True), *qkv(), None, **options)
+        flashlab.torch._transformers_attention(
+            SimpleNamespace(is_causal=True), *qkv(), **{"attention_mask": None, **options}
+        )
 
 
 @pytest.mark.parametrize(
@@ -550,3 +673,40 @@ def test_only_the_kernels_own_masks_go_without_one(call: dict[str, Any], words: 
     else:
         with pytest.raises(errors.UnsupportedError, match=words):
             flashlab.torch._transformers_mask(**call)
+
+
+@pytest.mark.parametrize(
+    ("rows", "call", "words"),
+    [
+        (["000111111", "111111111"], {}, None),
+        (["111100000", "000000000"], {}, None),
+        (["001111100", "111111111"], {}, None),
+        (["000111111", "111111111"], {"kv_length": 5, "kv_offset": 4, "q_offset": 4}, ""),  # behind the window
+        (["101111111", "111111111"], {"kv_length": 5, "kv_offset": 4, "q_offset": 4}, ""),
+        (["101111111", "111111111"], {}, "wanted ones side by side in each row.* zeros between ones"),
+        (["111101111", "111111111"], {"kv_length": 6, "kv_offset": 3, "q_offset": 4}, "zeros between ones"),
+        (["0111", "1111"], {}, r"wanted an attention_mask \(batch, 9\), got one of shape \(2, 4\)"),
+    ],
+)
+def test_a_mask_of_padding_is_handed_on(rows: list[str], call: dict[str, Any], words: str | None) -> None:
+    mask = torch.tensor([[column == "1" for column in row] for row in rows])
+    call = {"q_length": 5, "kv_length": 9, "q_offset": 4, "attention_mask": mask, **call}
+    if words:
+        with pytest.raises(errors.UnsupportedError, match=words):
+            flashlab.torch._transformers_mask(**call)
+    else:
+        made = flashlab.torch._transformers_mask(**call)
+        assert made is None if words == "" else torch.equal(made, mask)
+
+
+def test_padding_is_refused_while_tracing(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = {"q_length": 19, "kv_length": 19, "attention_mask": padded((5, 19), "left").bool()}
+    q, k, v = qkv(19, 19)
+    mask = flashlab.torch._transformers_mask(**call)
+    for module, name, value in ((torch.compiler, "is_compiling", True), (torch._C, "_get_tracing_state", object())):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, lambda value=value: value)
+            with pytest.raises(errors.UnsupportedError, match="cannot be looked for while tracing"):
+                flashlab.torch._transformers_mask(**call)
+            with pytest.raises(errors.UnsupportedError, match="cannot be looked for while tracing"):
+                flashlab.torch._transformers_attention(SimpleNamespace(is_causal=True), q, k, v, mask)

@@ -18,6 +18,7 @@ import functools
 import importlib
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from flashlab.core.errors import DeviceError, DTypeError, MissingPackageError, ShapeError, UnsupportedError
@@ -204,9 +205,16 @@ def register() -> None:
     """Register `attn_implementation="flashlab"` with Hugging Face transformers. Idempotent.
 
     Supports causal prefill, decoding with a dynamic cache, grouped-query attention, sliding windows, soft caps, and
-    encoders with or without windows, in float16 and bfloat16; and sequences packed in a batch of 1, described as for
-    flash-attention by `cu_seq_lens_q`, `cu_seq_lens_k` and `max_length_q`. Anything else raises `UnsupportedError`
-    when called: padding, packed sequences given by position_ids alone, custom masks, static caches, dropout, position
+    encoders with or without windows, in float16 and bfloat16; sequences packed in a batch of 1, described as for
+    flash-attention by `cu_seq_lens_q`, `cu_seq_lens_k` and `max_length_q`; and batches with padding, given by an
+    attention_mask (batch, tokens so far) whose ones are side by side in each row. Generation needs padding on the left.
+
+    Padding is removed before the kernel, as for flash-attention; the output at padding means nothing. This copies keys
+    and values in every layer, and the host waits for the GPU a few times in each forward pass, to read the mask. A mask
+    without zeros costs one such wait and no copy.
+
+    Anything else raises `UnsupportedError` when called: masks with zeros between ones, any attention_mask while
+    `torch.compile` traces, packed sequences given by position_ids alone, custom masks, static caches, dropout, position
     biases, sinks, sparse indices, and attention weights.
 
     Raises:
@@ -255,8 +263,9 @@ def _transformers_mask(
     device: Any = None,
     **_: Any,
 ) -> Any:
-    """Return None if the kernel's own mask is the requested one, or an empty tensor that encodes a special case: shape
-    (0,) for packed sequences, (0, keys per side) for the window of an encoder.
+    """Return None if the kernel's own mask is the requested one, or a bool tensor that encodes a special case by its
+    shape: (0,) for packed sequences, (0, keys per side) for the window of an encoder, (batch, kv_length) for padding,
+    whose mask it is, and (batch, kv_length, 1 + keys per side), that mask repeated, for padding and a window.
 
     The window of a decoder layer, `local_size`, reaches the kernel as the layer's `sliding_window`. Encoder layers are
     inconsistent: some pass the keys per side of the mask, and some one more. Chunked attention has a `local_size` too,
@@ -265,17 +274,15 @@ def _transformers_mask(
     Raises:
         UnsupportedError: the kernel does not support the mask.
     """
-    if attention_mask is not None:
-        if torch.compiler.is_compiling():
-            raise _refuse("an attention_mask whose padding cannot be looked for while tracing", "attention_mask=None")
-        if not bool(attention_mask.all()):
-            raise _refuse("an attention_mask with padding", "sequences without padding")
+    if attention_mask is not None and torch.compiler.is_compiling():
+        raise _untraceable()
     at_end = not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
     windowed = local_size is not None and kv_length > local_size
     if allow_is_bidirectional_skip:
         if windowed and not at_end:
             raise _refuse(f"{q_length} queries and {kv_length} keys with another", "a window that ends at the last key")
-        return torch.empty(0, local_size, dtype=torch.bool, device=device) if windowed else None
+        padding = _padding(attention_mask, kv_offset, kv_length, local_size if windowed else None)
+        return torch.empty(0, local_size, dtype=torch.bool, device=device) if windowed and padding is None else padding
     if windowed and local_size != getattr(config, "sliding_window", None):
         raise _refuse(f"chunks of {local_size} over {kv_length} keys")
     if not allow_is_causal_skip:
@@ -288,7 +295,73 @@ def _transformers_mask(
             return torch.empty(0, dtype=torch.bool)
     if not at_end:
         raise _refuse("more keys than tokens so far, as in a static cache", "a dynamic cache")
-    return None
+    return _padding(attention_mask, kv_offset, kv_length)
+
+
+def _untraceable() -> UnsupportedError:
+    return _refuse("an attention_mask whose padding cannot be looked for while tracing", "attention_mask=None")
+
+
+def _padding(attention_mask: Any, offset: int, length: int, window: int | None = None) -> Any:
+    """Return the columns of a mask that belong to keys, encoded as `_transformers_mask` says; None without zeros."""
+    mask = None if attention_mask is None else attention_mask[..., offset : offset + length].bool()
+    if mask is None or bool(mask.all()):
+        return None
+    if mask.shape[1:] != (length,):
+        raise _refuse(f"one of shape {tuple(attention_mask.shape)}", f"an attention_mask (batch, {offset + length})")
+    mask = mask if window is None else mask[..., None].expand(-1, -1, 1 + window)
+    _tokens(mask, length)
+    return mask
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The tokens of a padded batch, as packed sequences."""
+
+    where: tuple[Any, Any]
+    """Sequence and position of each token, int64 (total,)."""
+    ends: Any
+    """Cumulative lengths of the sequences, int32 (batch + 1,)."""
+
+    def pack(self, x: Any) -> Any:
+        """Gather (total, heads, head_dim) from (batch, heads, length, head_dim); without padding nothing moves."""
+        by_token = x.transpose(1, 2)
+        return by_token.flatten(0, 1) if len(self.where[0]) == len(x) * x.shape[2] else by_token[self.where]
+
+    def unpack(self, packed: Any, batch: int, length: int) -> Any:
+        """Scatter (total, heads, head_dim) to (batch, length, heads, head_dim), with zeros where there is padding."""
+        if len(packed) == batch * length:
+            return packed.contiguous().unflatten(0, (batch, length))
+        out = packed.new_zeros(batch, length, *packed.shape[1:])
+        out[self.where] = packed
+        return out
+
+
+def _tokens(padding: Any, length: int, *, padded: bool = True) -> _Tokens:
+    """Return the tokens in the last columns of a mask made by `_padding`, or everything in them unless `padded`.
+
+    For this the host waits for the GPU. The layers of a forward pass share the mask, so the result is kept as an
+    attribute of the tensor and lives as long; layers on another GPU get a copy of the mask each, and count again.
+
+    Raises:
+        UnsupportedError: torch is tracing, or the ones of a row are not side by side.
+    """
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        raise _untraceable()
+    mask = padding if padding.dim() == 2 else padding[..., 0]
+    kept: dict[tuple[int, bool], _Tokens] | None = getattr(padding, "flashlab_tokens", None)
+    if kept is None:
+        # Windows count positions, which would change without the zeros between two tokens.
+        starts = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
+        if bool((starts > 1).any()):
+            wanted = "ones side by side in each row, as with tokenizer.padding_side='left', which generation needs"
+            raise _refuse("an attention_mask with zeros between ones", wanted)
+        kept = padding.flashlab_tokens = {}
+    if (length, padded) not in kept:
+        mask = mask[:, -length:] if padded else torch.ones_like(mask[:, :1]).expand(-1, length)
+        ends = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+        kept[length, padded] = _Tokens(mask.nonzero(as_tuple=True), ends)
+    return kept[length, padded]
 
 
 def _sequences(mask_function: Any) -> Any:
@@ -319,9 +392,18 @@ def _transformers_attention(
     packed: dict[str, Any] = {name: options[name] for name in _PACKED if options.get(name) is not None}
     # Their window counts the key on the diagonal.
     window = None if sliding_window is None else sliding_window - 1
+    causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    padding = None
     if attention_mask is not None and attention_mask.numel():
-        raise _refuse("a mask of shape " + str(tuple(attention_mask.shape)))
-    if attention_mask is not None and attention_mask.dim() == 2:  # see `_transformers_mask`
+        # A mask of padding: see `_transformers_mask`.
+        of_keys = attention_mask.dim() in (2, 3) and attention_mask.shape[:2] == (key.shape[0], key.shape[2])
+        if not of_keys or attention_mask.dtype != torch.bool:
+            raise _refuse("a mask of shape " + str(tuple(attention_mask.shape)))
+        if packed:
+            raise _refuse("packed sequences with padding", "one of the two")
+        padding, attention_mask = attention_mask, None
+        window = window if padding.dim() == 2 else padding.shape[2] - 1
+    if attention_mask is not None and attention_mask.dim() == 2:
         attention_mask, window = None, attention_mask.shape[1]
     if len(packed) < len(_PACKED) and (packed or attention_mask is not None):
         raise _refuse(f"packed sequences with {' and '.join(packed) or 'position_ids'} alone", _PACK)
@@ -331,15 +413,36 @@ def _transformers_attention(
         option = options.get(name)
         if option is not None and option is not False:  # not `in`: a tensor compares its elements, and 0 equals False
             raise _refuse(name if isinstance(option, torch.Tensor) else f"{name}={option!r}")
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    sides = None if window is None else (window, window)
+    how = (causal, scaling, None, sides, softcap or 0.0)
     if packed:
         if len(query) != 1:
             raise _refuse(f"packed sequences in a batch of {len(query)}", "all of them in a batch of 1")
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
         *ends, longest = packed.values()
         ends = [of.to(torch.int32) for of in ends]
-        sides = None if window is None else (window, window)
-        call = (q, k, v, *ends, int(longest), bool(causal), scaling, None, sides, softcap or 0.0)
-        return torch.ops.flashlab.varlen_attention.default(*call)[0][None].contiguous(), None
-    out = attention(query, key, value, causal=bool(causal), window=window, softcap=softcap or 0.0, scale=scaling)
+        out = torch.ops.flashlab.varlen_attention.default(q, k, v, *ends, int(longest), *how)[0]
+        return out[None].contiguous(), None
+    if padding is not None:
+        return _without_padding(query, key, value, padding, *how, by_position=causal or window is not None), None
+    out = attention(query, key, value, causal=causal, window=window, softcap=softcap or 0.0, scale=scaling)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _without_padding(query: Any, key: Any, value: Any, padding: Any, *how: Any, by_position: bool) -> Any:
+    """Attention of a padded batch: (batch, heads, length, head_dim) to (batch, length, heads, head_dim).
+
+    Args:
+        how: options of the operator.
+        by_position: whether the mask's last columns are those of the queries. Otherwise all queries attend to all
+            keys, and may be of another sequence, in cross-attention.
+    """
+    batch, _, q_len, _ = query.shape
+    if by_position and q_len > key.shape[2]:
+        raise _refuse(f"{q_len} queries and {key.shape[2]} keys", "at most as many queries as keys with padding")
+    queries, keys = _tokens(padding, q_len, padded=by_position), _tokens(padding, key.shape[2])
+    q, k, v = queries.pack(query), keys.pack(key), keys.pack(value)
+    if not len(q) or not len(k):
+        return torch.zeros_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+    out, _ = torch.ops.flashlab.varlen_attention.default(q, k, v, queries.ends, keys.ends, q_len, *how)
+    return queries.unpack(out, batch, q_len)

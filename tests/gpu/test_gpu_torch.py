@@ -161,3 +161,31 @@ def test_packed_sequences_are_apart_from_each_other(torch: Any, kind: str) -> No
     scale = max(1.0, float(wanted[0].abs().max()))
     for logits in wanted:
         assert float((packed - logits).abs().max()) <= 5e-3 * scale
+
+
+@pytest.mark.parametrize("kind", ["Llama", *shared.WINDOWED_MODELS])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_padded_batch_says_the_same_as_eager(torch: Any, kind: str, side: str) -> None:
+    """Also with the first part of the prompts in the cache, and for padding on the left, token after token."""
+    if kind == "Llama":
+        model = shared.llama(torch, layers=2, heads=8, head_dim=128)
+    else:
+        model = shared.windowed(torch, kind, 100)
+    model = model.to("cuda", torch.float16)
+    ids = torch.randint(1, 128, (4, 777), device="cuda")
+    columns, lengths = torch.arange(777, device="cuda")[None], torch.tensor([300, 777, 1, 64], device="cuda")[:, None]
+    mask = columns >= 777 - lengths if side == "left" else columns < lengths
+    said: dict[str, list[Any]] = {}
+    for name in ("eager", "flashlab"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            said[name] = [model(ids, attention_mask=mask).logits[mask]]
+            cache = model(ids[:, :500], attention_mask=mask[:, :500]).past_key_values
+            rest = model(ids[:, 500:], attention_mask=mask, past_key_values=cache).logits
+            said[name].append(rest[mask[:, 500:]])
+            if side == "left":
+                said[name].append(model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False))
+    for logits, by_eager in zip(said["flashlab"][:2], said["eager"], strict=False):
+        assert float((logits - by_eager).abs().max()) <= 5e-3 * max(1.0, float(by_eager.abs().max()))
+    if side == "left" and kind == "Llama":
+        assert torch.equal(said["flashlab"][2], said["eager"][2])
