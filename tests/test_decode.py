@@ -34,7 +34,11 @@ SPLIT = "d0_split_kv"
 LONG = Problem.parse("64x32x8x1x8192x128")
 SHAPE = LaunchShape(threads=128, smem_bytes=0, tile_q=16, split_keys=64)
 every_stage = pytest.mark.parametrize("stage", DECODE.values(), ids=DECODE)
-TAKEN = [stage for stage in DECODE.values() if not stage.by_name_only or stage.id in (paged._SHORT, paged._FEWER, paged.STAGE)]
+TAKEN = [
+    stage
+    for stage in DECODE.values()
+    if not stage.by_name_only or stage.id in (paged._SHORT, paged._FEWER, paged.STAGE)
+]
 """What calls take by themselves, of keys in a row or in pages."""
 
 

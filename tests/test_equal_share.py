@@ -220,8 +220,18 @@ def test_parts_are_added_up_in_groups(monkeypatch: pytest.MonkeyPatch, blocks: i
 
 @needs_compiler
 @pytest.mark.parametrize("schedule", ["ascending", "descending", "seeded:7"])
-@pytest.mark.parametrize(("blocks", "combiners"), [(17, 4), (33, 8), (64, 16), (40, 2)])
-@pytest.mark.parametrize("shape", [(8, 1, 1), (4, 2, 1), (16, 1, 1), (3, 1, 7), (32, 8, 1)], ids=str)
+@pytest.mark.parametrize(
+    ("blocks", "combiners", "shape"),
+    [
+        (17, 4, (8, 1, 1)),
+        (33, 8, (4, 2, 1)),
+        (64, 16, (16, 1, 1)),
+        (40, 2, (3, 1, 7)),
+        (33, 8, (32, 8, 1)),
+        (64, 16, (3, 1, 7)),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("stage", ["d18_combiner_blocks", "d19_batched_polls"])
 def test_combiners_sum_slices_of_a_tile(
     monkeypatch: pytest.MonkeyPatch, stage: str, blocks: int, combiners: int, shape: tuple[int, int, int], schedule: str
@@ -234,9 +244,7 @@ def test_combiners_sum_slices_of_a_tile(
     q, k, v = _random(q_heads, kv_heads, q_len, 2600)
     for whole in (0, 1):
         params = {"WARPS": 4, "WHOLE_TILES": whole, "COMBINERS": combiners, "LEAST_PARTS": 2}
-        ran = flashlab.emulate(
-            q, k, v, stage=stage, params=params, races=True, return_lse=True, schedule=schedule
-        )
+        ran = flashlab.emulate(q, k, v, stage=stage, params=params, races=True, return_lse=True, schedule=schedule)
         assert ran.report.findings == ()
         assert check(ran.out, ran.lse, q, k, v, causal=False, dtype="float16").passed
         assert not work.any()
