@@ -272,7 +272,7 @@ __device__ __forceinline__ void cp_async_cg_16_hint(void* target_smem, const voi
                  "[%" #D "], [%" #E ", " FLASHLAB_PLACES_##D "], [%" #F "], %" #G ";" ::FLASHLAB_OPERANDS_##D,                \
                  "r"(smem_address(target_smem)), "l"(map), "r"(smem_address(barrier)), "l"(policy) : "memory");               \
   }                                                                                                                           \
-  /* To the same place in every block of `cta_mask`, each counted by the barrier at the same place there. */                  \
+  /* Multicast to the same location in every block of `cta_mask`; the barrier at the same location there counts the bytes. */ \
   __device__ __forceinline__ void cp_async_bulk_tensor_##D##d_load_multicast(                                                 \
       void* target_smem, const TensorMap* map, Mbarrier* barrier, unsigned short cta_mask, FLASHLAB_COORDINATES_##D) {        \
     asm volatile("cp.async.bulk.tensor." #D "d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "  \
@@ -287,19 +287,19 @@ __device__ __forceinline__ void cp_async_cg_16_hint(void* target_smem, const voi
                  ::FLASHLAB_OPERANDS_##D, "r"(smem_address(target_smem)), "l"(map), "r"(smem_address(barrier)),               \
                  "h"(cta_mask), "l"(policy) : "memory");                                                                      \
   }                                                                                                                           \
-  /* 9.7.9.25.5.2 cp.async.bulk.tensor, shared to global, in a bulk group of this thread. */                                  \
+  /* 9.7.9.25.5.2 cp.async.bulk.tensor, shared to global, as part of a bulk group of this thread. */                          \
   __device__ __forceinline__ void cp_async_bulk_tensor_##D##d_store(const TensorMap* map, const void* source_smem,            \
                                                                     FLASHLAB_COORDINATES_##D) {                               \
     asm volatile("cp.async.bulk.tensor." #D "d.global.shared::cta.tile.bulk_group [%" #D ", " FLASHLAB_PLACES_##D             \
                  "], [%" #E "];" ::FLASHLAB_OPERANDS_##D, "l"(map), "r"(smem_address(source_smem)) : "memory");               \
   }                                                                                                                           \
-  /* 9.7.9.25.5.3 cp.reduce.async.bulk.tensor: adds to what is there, element by element. */                                  \
+  /* 9.7.9.25.5.3 cp.reduce.async.bulk.tensor: adds to the tensor in global memory, element by element. */                    \
   __device__ __forceinline__ void cp_reduce_async_bulk_tensor_##D##d_add(const TensorMap* map, const void* source_smem,       \
                                                                          FLASHLAB_COORDINATES_##D) {                          \
     asm volatile("cp.reduce.async.bulk.tensor." #D "d.global.shared::cta.add.tile.bulk_group [%" #D ", " FLASHLAB_PLACES_##D  \
                  "], [%" #E "];" ::FLASHLAB_OPERANDS_##D, "l"(map), "r"(smem_address(source_smem)) : "memory");               \
   }                                                                                                                           \
-  /* 9.7.9.25.5.4 cp.async.bulk.prefetch.tensor: into the L2 cache. */                                                        \
+  /* 9.7.9.25.5.4 cp.async.bulk.prefetch.tensor: prefetches into the L2 cache. */                                             \
   __device__ __forceinline__ void cp_async_bulk_prefetch_tensor_##D##d(const TensorMap* map, FLASHLAB_COORDINATES_##D) {      \
     asm volatile("cp.async.bulk.prefetch.tensor." #D "d.L2.global.tile [%" #D ", " FLASHLAB_PLACES_##D "];"                   \
                  ::FLASHLAB_OPERANDS_##D, "l"(map) : "memory");                                                               \

@@ -1,4 +1,5 @@
-// Copies that land late, and the barriers that count them. async.h says what is promised.
+// Asynchronous copies, which land (write their destination) as late as possible, and the mbarriers that count them. async.h documents
+// the interface.
 #include "../async.h"
 
 #include <algorithm>
@@ -19,10 +20,10 @@ constexpr unsigned BULK_ALIGNMENT = 16;
 constexpr unsigned TENSOR_SMEM_ALIGNMENT = 128;
 constexpr unsigned MAX_BOX = 256;
 constexpr std::uint64_t MAX_STRIDE = std::uint64_t{1} << 40;
-constexpr int REGISTER_FILE = 64 * 1024;   // registers of a multiprocessor (sm_90)
-constexpr int FEWEST_REGISTERS = 24;       // that setmaxnreg can leave a thread
-constexpr int MOST_REGISTERS = 256;        // that a thread can have, as they are given out
-constexpr int REGISTER_UNIT = 8;           // they are given out in multiples of
+constexpr int REGISTER_FILE = 64 * 1024;   // registers per SM (sm_90)
+constexpr int FEWEST_REGISTERS = 24;       // per thread: the minimum for setmaxnreg
+constexpr int MOST_REGISTERS = 256;        // per thread: the maximum allocation
+constexpr int REGISTER_UNIT = 8;           // per thread: the allocation granularity
 
 Thread& current() { return *the_block->current; }
 
@@ -56,7 +57,7 @@ void want_shared(const void* pointer, std::uint32_t bytes, unsigned alignment, P
   }
 }
 
-// Where no byte is read, a pointer that stepped past its array may have any aligned value.
+// If no byte is accessed, the pointer may have stepped past its array: only its alignment is checked.
 void want_global(const void* pointer, unsigned alignment, Place place, const char* name, bool accessed = true) {
   if (accessed && is_shared(pointer))
     misuse(place, "%s: wanted global memory, got shared memory at offset %u", name, shared_offset(pointer));
@@ -102,7 +103,7 @@ AsyncState& state_of(Block& block) {
 
 namespace {
 
-// `into` null: the thread itself waited, and is the current one.
+// `into` is null if the issuing thread itself waits; it is then the current thread.
 void land(const Copy& copy, Clock* into) {
   std::memcpy(copy.target, copy.source, copy.valid_bytes);
   std::memset(copy.target + copy.valid_bytes, 0, static_cast<std::size_t>(copy.bytes - copy.valid_bytes));
@@ -111,7 +112,7 @@ void land(const Copy& copy, Clock* into) {
 
 void arrive_deferred(MbarrierState& barrier, Place place);
 
-// The thread's own wait: everything before copy number `end` lands.
+// The thread's own wait: lands its copies before number `end`.
 void land_own(ThreadAsync& mine, std::uint64_t end) {
   if (mine.copies_landed >= end) return;
   while (mine.copies_landed < end) {
@@ -120,7 +121,8 @@ void land_own(ThreadAsync& mine, std::uint64_t end) {
     ++mine.copies_landed;
     land(copy, nullptr);
   }
-  // Barriers that were to be told of copies that this wait has taken from them are told by this thread.
+  // If all copies of a deferred arrival (cp.async.mbarrier.arrive) have landed by now, the barrier will not land them itself.
+  // This thread then releases into the barrier's clock.
   for (const auto& barrier : state_of(*the_block).barriers) {
     const bool told = std::any_of(barrier->deferred.begin(), barrier->deferred.end(), [&](const MbarrierState::Deferred& one) {
       return one.thread == current().id && one.copy <= mine.copies_landed;
@@ -156,7 +158,7 @@ void cp_async_commit() { ++my_copies().group; }
 void cp_async_wait(int pending) {
   ThreadAsync& mine = my_copies();
   if (pending == WAIT_ALL) return land_own(mine, mine.copies_issued);
-  // Groups before this one must be done: the newest `pending` of those committed may be under way.
+  // Groups before first_kept must complete. The newest `pending` committed groups may stay in flight.
   if (mine.group <= static_cast<std::uint64_t>(pending)) return;
   const std::uint64_t first_kept = mine.group - static_cast<std::uint64_t>(pending);
   const auto end =
@@ -168,7 +170,7 @@ void cp_async_wait(int pending) {
 
 namespace {
 
-// Any use of a barrier is like an atomic access, and comes after mbarrier_init in an order that something has made.
+// Any use of a barrier counts as an atomic access. mbarrier_init must happen before it.
 void note(const MbarrierState& barrier, Place place) {
   if (!detecting()) return;
   Block& block = *the_block;
@@ -212,7 +214,7 @@ void store(MbarrierState& barrier) {
   the_block->moved = true;
 }
 
-// True where the phase flipped.
+// Completes the phase if no arrivals or bytes are pending. Returns whether it did.
 bool flip(MbarrierState& barrier, Place place) {
   if (barrier.pending != 0) return false;
   if (barrier.tx < 0) {
@@ -226,7 +228,7 @@ bool flip(MbarrierState& barrier, Place place) {
   return true;
 }
 
-// `place`: of the arrival.
+// `place` is that of the arrival.
 bool count_down(MbarrierState& barrier, unsigned count, Place place, const char* name) {
   if (count == 0) misuse(place, "%s: wanted at least one arrival, got 0", name);
   if (count > barrier.pending) {
@@ -249,11 +251,12 @@ void expect(MbarrierState& barrier, std::int64_t bytes, Place place, const char*
 
 void land(const Transfer& transfer, Clock* into);
 
-// A thread waits for the phase under way: what only it can be waiting for happens. True where the phase has flipped.
+// Called when a thread waits for the current phase. Performs deferred arrivals and, if only bytes are pending, lands copies until the
+// phase completes or no copy is left. Returns whether it has completed.
 bool land_for(MbarrierState& barrier, Place place) {
   const std::uint64_t phase = barrier.phase;
   if (!barrier.deferred.empty()) arrive_deferred(barrier, place);
-  // While arrivals are missing nobody goes on, whatever lands: later is as good, and shows more.
+  // While arrivals are pending, no copy can complete the phase. Landing it later is as legal and exposes more errors.
   while (barrier.phase == phase && barrier.pending == 0 && !barrier.landings.empty()) {
     const auto at = barrier.landings.begin() + choose(static_cast<unsigned>(barrier.landings.size()));
     const Transfer transfer = std::move(*at);
@@ -288,7 +291,7 @@ void describe(const MbarrierState& barrier, unsigned parity, char (&text)[sizeof
                 static_cast<long long>(barrier.tx));
 }
 
-// Whether the phase of this parity has completed; if not, its copies land first, because someone waits for them.
+// Whether the phase with this parity has completed. If not, lands its copies first, because a thread is waiting for them.
 bool complete(MbarrierState& barrier, unsigned parity, Place place) {
   return (barrier.phase & 1) != parity || land_for(barrier, place);
 }
@@ -410,7 +413,7 @@ void mbarrier_wait(void* barrier, unsigned parity) {
   note(it, place);
   if (!complete(it, parity, place)) {
     std::uint64_t seen = 0;
-    // Another thread may invalidate the barrier meanwhile: it is looked for anew.
+    // Another thread may invalidate the barrier in the meantime, so each test looks it up again.
     wait_at(
         place,
         [&] {
@@ -439,7 +442,7 @@ void cp_async_mbarrier_arrive(void* barrier, bool noinc) {
            it.pending, static_cast<unsigned long long>(it.phase), it.deferred.size() + 1);
   }
   const ThreadAsync& mine = my_copies();
-  if (mine.copies_landed == mine.copies_issued) release(it.clock[it.phase & 1]);   // this thread has waited itself
+  if (mine.copies_landed == mine.copies_issued) release(it.clock[it.phase & 1]);   // this thread has already waited for them
   it.deferred.push_back({current().id, mine.copies_issued});
   store(it);
 }
@@ -471,7 +474,7 @@ bool is_floating(TensorType type) {
 unsigned swizzle_bits(TensorSwizzle swizzle) { return static_cast<unsigned>(swizzle); }   // 32, 64, 128 bytes: 1, 2, 3
 unsigned swizzle_span(TensorSwizzle swizzle) { return 16u << swizzle_bits(swizzle); }
 
-// cuTensorMapEncodeTiled's rules (CUDA Driver API, "Tensor Map Object Management"), and the instruction's.
+// Checks the rules of cuTensorMapEncodeTiled (CUDA Driver API, "Tensor Map Object Management") and those of the instruction.
 void check_map(const TensorMap* map, unsigned rank, Place place, const char* name) {
   if (is_shared(map))
     misuse(place, "%s: wanted a tensor map in parameters, constant or global memory, got shared memory", name);
@@ -522,8 +525,8 @@ std::uint32_t box_bytes(const TensorMap& map) {
   return bytes;
 }
 
-// Calls row(first byte in the packed box, global address of its first element, elements before the tensor, elements inside) for
-// each row of the box along dimension 0. No element is inside where another dimension is out of bounds.
+// For each row of the box along dimension 0, calls row(byte offset in the packed box, global address of the first element inside the
+// tensor, number of elements before the tensor, number inside). If another dimension is out of bounds, no element is inside.
 template <typename F>
 void for_each_row(const TensorMap& map, const int* coordinates, F row) {
   const unsigned element = bytes_of(map.type);
@@ -549,7 +552,7 @@ void for_each_row(const TensorMap& map, const int* coordinates, F row) {
   }
 }
 
-// Where byte `offset` of the packed box lies; whole 16-byte pieces stay together.
+// Shared-memory address of byte `offset` of the packed box. 16-byte pieces stay contiguous.
 unsigned char* piece_at(const Transfer& transfer, std::uint32_t offset) {
   const auto address = reinterpret_cast<std::uintptr_t>(transfer.shared) + offset;
   return reinterpret_cast<unsigned char*>(
@@ -618,11 +621,11 @@ void add_element(TensorType type, unsigned char* target, const unsigned char* so
       return atomically<std::uint16_t>(
           target, [&](std::uint16_t old) { return static_cast<std::uint16_t>(Bf16::from(Bf16::to_float(old) + value)); });
     }
-    default: return;   // refused when it was issued
+    default: return;   // rejected at issue
   }
 }
 
-// The packed box, or the bytes, out of shared memory.
+// Reads the packed box, or the plain bytes, from shared memory.
 std::vector<unsigned char> read_shared(const Transfer& transfer) {
   std::vector<unsigned char> data(transfer.bytes);
   if (transfer.kind == Transfer::Kind::bytes) {
@@ -634,7 +637,7 @@ std::vector<unsigned char> read_shared(const Transfer& transfer) {
   return data;
 }
 
-// Into shared memory; the barrier's clock learns of it.
+// Writes the copy to shared memory and records the write in the barrier's clock.
 void land(const Transfer& transfer, Clock* into) {
   switch (transfer.kind) {
     case Transfer::Kind::tensor: land_tensor_load(transfer); break;
@@ -644,7 +647,7 @@ void land(const Transfer& transfer, Clock* into) {
   async_write_end(transfer.shared, transfer.bytes, transfer.place, into, transfer.proxy);
 }
 
-// Out of shared memory, in the thread that issued it.
+// Ends a store's read of shared memory. The issuing thread is the current one.
 void end_read(Transfer& transfer) {
   if (transfer.awaited) return;
   async_read_end(transfer.shared, transfer.bytes, transfer.place, "a bulk store");
@@ -652,7 +655,7 @@ void end_read(Transfer& transfer) {
   transfer.awaited = true;
 }
 
-// And into global memory.
+// Ends a store's read, then writes global memory.
 void land_store(Transfer& transfer) {
   end_read(transfer);
   const std::vector<unsigned char>& data = transfer.data;
@@ -697,7 +700,7 @@ Transfer make_tensor_transfer(const TensorMap* map, const void* shared, const in
   return transfer;
 }
 
-// A copy into shared memory begins: to `transfer.shared`, counted by `barrier`, both of one block of the cluster.
+// Issues a copy to `transfer.shared` in shared memory, counted by `barrier`. Both are in the same block of the cluster.
 void begin_load(Transfer transfer, void* barrier, Place place, const char* name) {
   MbarrierState& it = barrier_at(barrier, place, name);
   note(it, place);
@@ -705,7 +708,7 @@ void begin_load(Transfer transfer, void* barrier, Place place, const char* name)
   it.landings.push_back(std::move(transfer));
 }
 
-// To this block, or to all that the mask names.
+// Issues a copy to this block, or to every block in the mask.
 void begin_loads(const Transfer& transfer, void* barrier, unsigned cta_mask, Place place, const char* name) {
   if (!the_block->owns_shared(transfer.shared)) misuse(place, "%s: wanted shared memory of this block, got another's", name);
   if (cta_mask == 0) return begin_load(transfer, barrier, place, name);
@@ -724,7 +727,7 @@ void begin_loads(const Transfer& transfer, void* barrier, unsigned cta_mask, Pla
 
 void begin_store(Transfer transfer, const char* name) {
   async_read_begin(transfer.shared, transfer.bytes, transfer.place, name);
-  if (choose(2)) transfer.data = read_shared(transfer);   // read at once, else when it is waited for
+  if (choose(2)) transfer.data = read_shared(transfer);   // reads the source now, otherwise at the wait
   my_copies().open_stores.push_back(std::move(transfer));
 }
 
@@ -737,8 +740,8 @@ void want_bulk_bytes(std::uint32_t bytes, Place place, const char* name) {
 
 namespace {
 
-// What an H200 does not do: it stops with an illegal instruction. A box starts on a multiple of 16 bytes in its contiguous
-// dimension; one that is read may start before the tensor, one that is written may not. (Past its end both may be.)
+// Rejects what raises an illegal-instruction error on an H200. A box must start at a multiple of 16 bytes in its contiguous dimension.
+// A box that is loaded may start before the tensor; one that is stored may not. (Either may lie past the tensor's end.)
 void check_start(const TensorMap& map, const int* coordinates, bool writes, Place place, const char* name) {
   const std::int64_t start_bytes = std::int64_t{coordinates[0]} * bytes_of(map.type);
   if (start_bytes % BULK_ALIGNMENT) {
@@ -826,7 +829,7 @@ void bulk_to_block(void* target_of_rank, const void* source_smem, std::uint32_t 
     misuse(place, "%s: wanted the target and the barrier in one block, got two", name);
   Transfer transfer = make_transfer(Transfer::Kind::value, target_of_rank, nullptr, bytes, place);
   async_read_begin(source_smem, bytes, place, name);
-  // Its waiters are in another block, and nothing tells this one that the source has been read: it is read at once.
+  // The waiting threads are in another block, and nothing signals this block that the source has been read. So it is read at issue.
   transfer.data.assign(static_cast<const unsigned char*>(source_smem), static_cast<const unsigned char*>(source_smem) + bytes);
   async_read_end(source_smem, bytes, place, name);
   begin_load(std::move(transfer), barrier_of_rank, place, name);
@@ -857,7 +860,7 @@ void bulk_commit() {
   mine.open_stores.clear();
 }
 
-// `read_only` promises less: only that shared memory has been read. Global memory is written as late as it may be.
+// With `read_only`, waits only until shared memory has been read. Global memory is written as late as possible.
 void bulk_wait(int pending, bool read_only) {
   auto& groups = my_copies().store_groups;
   const std::size_t kept = std::min(groups.size(), static_cast<std::size_t>(pending));
@@ -880,10 +883,10 @@ void set_max_registers(int registers, bool more) {
   auto& of_warp = state_of(*the_block).max_registers;
   const int warp = current().id / WARP;
   if (lane_id() == 0) of_warp[static_cast<std::size_t>(warp)].push_back(registers);
-  // A warpgroup that asks for more waits until others have given theirs back. They share what the launch gave the block, which
-  // for a kernel compiled with __launch_bounds__(threads, 1) is what as many threads can have of the register file at most:
-  // what is left of the file is nobody's. Which of them comes last is the schedule's; those that have not asked yet will keep at
-  // least the fewest.
+  // On hardware, a warpgroup that requests more registers waits until others have released theirs. The pool is what the launch gave
+  // the block: for a kernel compiled with __launch_bounds__(threads, 1), the most that this many threads can get from the register file.
+  // No thread can use the rest of the file. The schedule decides which request is the last, so each is checked; a warp without a
+  // request so far counts with the minimum, which it will keep at least.
   const int threads = the_block->num_threads;
   const int at_launch = std::min(MOST_REGISTERS, REGISTER_FILE / threads / REGISTER_UNIT * REGISTER_UNIT);
   const int pool = at_launch * threads;
@@ -908,7 +911,7 @@ namespace {
 
 void check_nothing_left(AsyncState& state) {
   for (const auto& barrier : state.barriers) {
-    if (*barrier->word != barrier->pack()) continue;   // its memory has become something else
+    if (*barrier->word != barrier->pack()) continue;   // its memory has been reused
     if (!barrier->landings.empty()) {
       const Transfer& transfer = barrier->landings.front();
       misuse_of(transfer.rank == the_block->rank ? transfer.thread : 0, transfer.place,
@@ -923,7 +926,7 @@ void check_nothing_left(AsyncState& state) {
   }
   for (std::size_t id = 0; id < state.threads.size(); ++id) {
     const ThreadAsync& thread = state.threads[id];
-    // Plain cp.async that nobody waited for is no misuse: hardware lets them land before it gives the memory away.
+    // A cp.async that no thread waited for is not misuse: hardware completes it before it reallocates the memory.
     if (!thread.open_stores.empty()) {
       misuse_of(static_cast<int>(id), thread.open_stores.front().place,
                 "the block ends with a bulk store that was not committed: wanted cp_async_bulk_commit_group, then "
@@ -961,7 +964,7 @@ void async_block_end() {
   } forget;
   check_nothing_left(*state);
   for (std::size_t id = 0; id < state->threads.size(); ++id) {
-    the_block->current = &the_block->threads[id];   // the caller sets it anew
+    the_block->current = &the_block->threads[id];   // the caller resets it
     for (auto& group : state->threads[id].store_groups) std::for_each(group.begin(), group.end(), land_store);
   }
 }

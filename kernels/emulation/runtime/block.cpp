@@ -1,4 +1,4 @@
-// Threads, warps, blocks and clusters: who runs next, who waits for what.
+// Threads, warps, blocks and clusters: scheduling, waiting and barriers.
 #include "block.h"
 
 #include <dlfcn.h>
@@ -26,8 +26,8 @@ thread_local Block* the_block = nullptr;
 namespace {
 
 constexpr unsigned char POISON = 0xff;            // NaN in every floating-point type
-constexpr int MAX_IDLE_ROUNDS = 20000;            // of threads that only yield, before it counts as a deadlock
-constexpr unsigned GREED = 4;                     // under a seeded schedule a warp goes on with probability 1 - 1 / GREED
+constexpr int MAX_IDLE_ROUNDS = 20000;            // without progress, summed over held threads, before it is a deadlock
+constexpr unsigned GREED = 4;                     // under a seeded schedule a warp continues with probability 1 - 1 / GREED
 
 Block& block() { return *the_block; }
 Thread& thread() { return *the_block->current; }
@@ -107,7 +107,7 @@ void fail(const char* format, ...) {
   va_start(values, format);
   std::vsnprintf(text, sizeof text, format, values);
   va_end(values);
-  // The direct caller may be a function of the runtime; the frame that the kernel's own code has is found by walking outward.
+  // The direct caller may be a function of the runtime. kernel_place walks up the stack to the kernel's own code.
   fail_at(kernel_place(EMULATION_HERE()), "misuse", text);
 }
 
@@ -232,7 +232,7 @@ void meet(unsigned mask, void* mine, void (*body)(void* const (&)[WARP]), const 
 void warp_collective(unsigned mask, void* mine, void (*body)(void* const (&)[WARP]), const char* name) {
   const Place place = kernel_place(EMULATION_HERE());
   const int lanes = block().num_threads - thread().id / WARP * WARP;
-  if (body && lanes < WARP) {   // which reads what all lanes bring
+  if (body && lanes < WARP) {   // the body reads the arguments of all lanes
     char text[160];
     std::snprintf(text, sizeof text, "%s: wanted a whole warp, %d threads, got one of %d at the end of a block of %d", name, WARP,
                   lanes, block().num_threads);
@@ -320,7 +320,7 @@ void arrive(int id, int count, const char* name, bool waits, int predicate, Plac
     fail_at(place, "misuse", text);
   }
   Barrier& barrier = b.barriers[id];
-  // Also where the numbers agree: an H200 stops with an illegal instruction when __syncthreads meets bar.sync 0 with a number.
+  // Also if the numbers agree: an H200 raises an illegal-instruction error when __syncthreads meets bar.sync 0 with a number.
   if (barrier.arrived && barrier.expected != count) {
     const auto number_of = [](int threads) { return threads == ALL_THREADS ? std::string("no number") : std::to_string(threads); };
     fail_at(place, "misuse",
@@ -379,7 +379,7 @@ void Block::thread_returned(Thread& t) {
   for (Barrier& barrier : barriers) {
     if (barrier.arrived && barrier.expected == ALL_THREADS && barrier.arrived == live) complete(barrier);
   }
-  // A thread that has arrived at the cluster's barrier in the phase under way stays counted on both sides until it completes.
+  // A thread that has arrived at the cluster barrier in the current phase counts in `arrived` and `alive` until the phase completes.
   if (t.cluster_arrived && t.cluster_generation == team->barrier_generation) {
     ++team->left;
   } else {
@@ -408,7 +408,7 @@ void cluster_arrive(bool release) {
   }
   if (b.detect && release) release_thread(b, thread(), team.barrier_clock);
   b.moved = true;
-  // What this thread waits for is the generation it arrived in; a thread arrives once before it waits.
+  // The thread will wait for the generation in which it arrived. It arrives once before each wait.
   thread().cluster_generation = team.barrier_generation;
   thread().cluster_arrived = true;
   ++team.arrived;
@@ -434,7 +434,7 @@ bool Block::owns_shared(const void* pointer) const {
 unsigned Block::offset_of(const void* pointer) const {
   const auto* p = static_cast<const unsigned char*>(pointer);
   if (p >= smem && p < smem + DYNAMIC_BYTES) return static_cast<unsigned>(p - smem);
-  // Static shared memory keeps its place within 1024 bytes, so that swizzles of its addresses are those of the pointer.
+  // Static shared memory keeps its address modulo 1024, so that a swizzle of the offset matches one of the pointer.
   const auto low = reinterpret_cast<std::uintptr_t>(tls_low) & ~std::uintptr_t{1023};
   return static_cast<unsigned>(DYNAMIC_BYTES + (reinterpret_cast<std::uintptr_t>(p) - low));
 }
@@ -523,7 +523,7 @@ void Block::open(Team& its_team, const Launch& its_launch, unsigned its_rank) {
                       , -1, 0);
   if (mapped == MAP_FAILED) throw std::runtime_error("wanted memory for the stacks of a block's threads, got none");
   stacks = static_cast<unsigned char*>(mapped);
-  // The lowest page of each stack is out of bounds, so that running over ends in a report and not in a neighbour's stack.
+  // The lowest page of each stack is a guard page, so that an overflow ends in a report and does not corrupt the adjacent stack.
   for (std::size_t i = 0; i < n; ++i) mprotect(stacks + i * STACK_BYTES, 4096, PROT_NONE);
   smem = shared_bytes;
 #ifdef __linux__
@@ -534,7 +534,7 @@ void Block::open(Team& its_team, const Launch& its_launch, unsigned its_rank) {
 #endif
   const std::size_t warps = (n + WARP - 1) / WARP;
   rendezvous.resize(warps);
-  for (auto& one : rendezvous) one.reserve(64);   // pointers into it stay good
+  for (auto& one : rendezvous) one.reserve(64);   // so that pointers into it stay valid
   warp_order.resize(warps);
 }
 
@@ -543,9 +543,9 @@ void Block::start(std::uint64_t its_linear, uint3 its_index) {
   index = its_index;
   live = num_threads;
   round = 0;
-  random = (launch->seed + 1) * 0x9e3779b97f4a7c15ull + linear;   // any odd constant: seeds next to each other must differ
+  random = (launch->seed + 1) * 0x9e3779b97f4a7c15ull + linear;   // any odd constant: adjacent seeds must differ
   std::memset(smem, POISON, std::min(launch->smem_bytes, DYNAMIC_BYTES));
-  // Everything thread-local but the dynamic part and the runtime's own pointer is the kernel's static shared memory.
+  // All thread-local storage but dynamic shared memory and the runtime's own pointer is the kernel's static shared memory.
   for (unsigned char* p = tls_low; p && p < tls_low + tls_bytes; ++p) {
     if (p == smem) p += DYNAMIC_BYTES;
     if (p == reinterpret_cast<unsigned char*>(&the_block)) p += sizeof the_block;
@@ -580,7 +580,8 @@ void Block::run_thread(Thread& t) {
   current = nullptr;
 }
 
-// Each warp in turn runs as far as its waits let it: the farther ahead of the others, the more a missing wait shows.
+// Runs each warp in turn until its threads wait, or until a seeded schedule preempts it. The farther a warp runs ahead of the others,
+// the more likely it exposes a missing wait.
 bool Block::run_round() {
   ++round;
   bool any = false;
@@ -608,7 +609,7 @@ bool Block::run_round() {
           if (!ready) continue;
           moved = true;
         } else if (t.held_until == 0) {
-          moved = true;   // its first step, or it was preempted
+          moved = true;   // its first run
         }
         t.held_until = 0;
         run_thread(t);
@@ -617,7 +618,7 @@ bool Block::run_round() {
       any |= moved;
     } while (moved && (launch->schedule != Schedule::seeded || draw(GREED)));
   }
-  // A thread that is held back, and nothing else, is not a deadlock: the next round lets it go.
+  // A round in which threads are only held back is not yet a deadlock: a later round resumes them. MAX_IDLE_ROUNDS limits this.
   if (!any) {
     for (const Thread& t : threads) any |= t.state == Thread::State::runnable && t.held_until > round && ++idle_rounds < MAX_IDLE_ROUNDS;
   } else {

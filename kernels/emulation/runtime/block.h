@@ -15,10 +15,10 @@
 
 namespace emu {
 
-constexpr std::size_t DYNAMIC_BYTES = 227 * 1024;     // the most that a block may ask for on any GPU so far (sm_90)
-constexpr std::size_t WINDOW_BYTES = 256 * 1024;      // what a matrix descriptor's 14-bit address, in 16 bytes, can reach
-constexpr unsigned RANK_SHIFT = 24;                   // a shared::cluster address: the block's rank above, its offset below
-constexpr std::size_t STACK_BYTES = 128 * 1024;       // a thread
+constexpr std::size_t DYNAMIC_BYTES = 227 * 1024;     // the most that a block can request on any GPU so far (sm_90)
+constexpr std::size_t WINDOW_BYTES = 256 * 1024;      // range of a matrix descriptor's 14-bit address, in units of 16 bytes
+constexpr unsigned RANK_SHIFT = 24;                   // a shared::cluster address: the block's rank from this bit on, the offset below
+constexpr std::size_t STACK_BYTES = 128 * 1024;       // per thread
 constexpr int NUM_BARRIERS = 16;
 
 enum class Schedule { ascending, descending, seeded };
@@ -34,10 +34,10 @@ struct Launch {
   unsigned max_threads = 0;
   std::uint64_t max_blocks = ~std::uint64_t{0};
   bool detect = false;
-  bool early = false;   // the kernel before may still write: a thread sees that it has ended by griddepcontrol.wait
+  bool early = false;   // the previous kernel may still write; a thread knows that it has completed only after griddepcontrol.wait
 };
 
-// Thrown where a kernel cannot go on; caught at the bottom of a fiber or in the scheduler.
+// Thrown where a kernel cannot continue. Caught at the base of a fiber or in the scheduler.
 struct Failure {};
 
 struct Trouble {
@@ -53,23 +53,23 @@ struct Thread {
   uint3 index{};
   int id = 0;
   State state = State::runnable;
-  std::uint64_t held_until = 0;      // round of the block before which it does not run
+  std::uint64_t held_until = 0;      // does not run before this round of the block
   bool (*ready)(void*) = nullptr;
   void* ready_state = nullptr;
-  // What it waits for: said only in a report, so put into words only there.
-  const char* waits_in = nullptr;    // a collective's or a barrier's name
-  unsigned waits_mask = 0;           // of the collective's lanes; 0: a barrier
+  // What the thread waits for. The text is composed only when a report needs it.
+  const char* waits_in = nullptr;    // name of the collective or barrier
+  unsigned waits_mask = 0;           // lanes of the collective; 0: a barrier
   int waits_id = 0, waits_count = 0; // of the barrier
-  char what[120] = {};               // where neither: the caller's words
+  char what[120] = {};               // if waits_in is null: the caller's text
   Place place = nullptr;             // of the wait
   bool waited_for_grid = false;
   bool cluster_arrived = false;
   std::uint64_t cluster_generation = 0;
   Clock clock;                       // with hooks
-  Pasts released, found;             // what the last fence released, and what atomics since then found released
+  Pasts released, found;             // what the last fence released, and what later atomics found released
 };
 
-// Lanes of a warp that have come to a collective.
+// Lanes of a warp that have arrived at a collective.
 struct Rendezvous {
   unsigned mask = 0, arrived = 0;
   std::uint64_t generation = 0;
@@ -80,7 +80,7 @@ struct Rendezvous {
 struct Barrier {
   int arrived = 0, expected = 0;
   std::uint64_t generation = 0;
-  std::vector<int> waiters;          // threads that get the barrier's clock when it completes
+  std::vector<int> waiters;          // threads that acquire the barrier's clock when it completes
   Clock clock;
   Place first_place = nullptr;
   int first_thread = -1;
@@ -109,7 +109,7 @@ struct Block {
   std::vector<std::vector<Rendezvous>> rendezvous;   // per warp
   Barrier barriers[NUM_BARRIERS];
   unsigned char* smem = nullptr;     // dynamic shared memory
-  unsigned char* tls_low = nullptr;  // the thread-local block that holds static shared memory
+  unsigned char* tls_low = nullptr;  // the thread-local storage, which holds static shared memory
   std::size_t tls_bytes = 0;
   AsyncState* async = nullptr;
   std::vector<std::unique_ptr<Clock>> clocks;
@@ -122,26 +122,26 @@ struct Block {
     std::uint32_t low, high, place;
     int thread;
   };
-  std::vector<Flight> flights;       // asynchronous writes under way, in this block's shared memory
+  std::vector<Flight> flights;       // asynchronous writes in flight to this block's shared memory
   struct Remote {
     std::uint16_t slot;
     std::uint32_t clock, place;
     unsigned offset, bytes;
     Act act;
   };
-  std::vector<Remote> remote;        // other blocks' accesses to this one's shared memory
-  Clock exited;                      // of threads that returned
+  std::vector<Remote> remote;        // accesses by other blocks to this block's shared memory
+  Clock exited;                      // joined from the threads that returned
   Findings findings;
   Counters counters;
 
   ~Block();
-  void open(Team& team, const Launch& launch, unsigned rank);   // on the thread that will run it
+  void open(Team& team, const Launch& launch, unsigned rank);   // on the operating-system thread that will run it
   void start(std::uint64_t linear, uint3 index);
-  bool run_round();                  // true: something moved
-  void finish();                     // every thread has returned
+  bool run_round();                  // returns whether any thread made progress
+  void finish();                     // after every thread has returned
   void run_thread(Thread& thread);
   unsigned draw(unsigned n);
-  std::uint32_t copies_landed = 0;   // bulk copies: one more participant in the clocks, after the cluster's threads
+  std::uint32_t copies_landed = 0;   // bulk copies have a slot of their own in the clocks, after those of the cluster's threads
   int copy_slot() const;
   int slot_of(const Thread& thread) const { return static_cast<int>(rank) * num_threads + thread.id; }
   bool owns_shared(const void* pointer) const;
@@ -150,7 +150,7 @@ struct Block {
   void thread_returned(Thread& thread);
 };
 
-// The blocks of one cluster, each on an operating-system thread of its own, of which one runs at a time.
+// The blocks of one cluster, each on its own operating-system thread. Only one of them runs at a time.
 struct Team {
   std::mutex mutex;
   std::condition_variable changed;
@@ -159,25 +159,25 @@ struct Team {
   unsigned started = 0;
   std::vector<char> done_blocks;
   std::vector<Block*> blocks;
-  std::uint64_t cluster = 0;         // the one being run
+  std::uint64_t cluster = 0;         // index of the running cluster
   std::uint64_t generation = 0;
   bool over = false;
   // the cluster's barrier
-  int arrived = 0, alive = 0;        // of this phase; threads that count in it
-  int left = 0;                      // of these, those that returned after they had arrived
+  int arrived = 0, alive = 0;        // arrivals of this phase; threads that it waits for
+  int left = 0;                      // threads among these that returned after they had arrived
   std::uint64_t barrier_generation = 0;
   Clock barrier_clock, last_clock;
   void complete_if_all_arrived();
   Trouble trouble;
 };
 
-extern thread_local Block* the_block;        // that this operating-system thread runs
+extern thread_local Block* the_block;        // the block that this operating-system thread runs
 
 std::uint32_t offset_in_image(Place place);
 bool in_image(const void* pointer);
 Place kernel_place(Place fallback);      // the innermost return address on the calling stack that lies in the kernel's own code
 [[noreturn]] void fail_at(Place place, const char* status, const std::string& message);   // throws Failure
-// wait_until, where the place in the kernel is known.
+// Like wait_until, with a known place in the kernel.
 void wait_at(Place place, bool (*ready)(void*), void* state, const char* what);
 std::string what_of(const Thread& thread);
 std::string who_waits(const Block& block);
@@ -185,13 +185,13 @@ std::string who_waits(const Block& block);
 // detector.cpp
 void detect_start(Block& block);
 void detect_finish(Block& block);
-void detect_returned(Block& block);      // every thread of it has
+void detect_returned(Block& block);      // after every thread of the block has returned
 void join(Clock& into, const Clock& from);
 void release_thread(Block& block, Thread& thread, Clock& into);
 void acquire_thread(Block& block, Thread& thread, const Clock& from);
-// `over`: false at the beginning of what will end later, and stand for itself then.
+// `over` is false at the start of an asynchronous read: the access is checked, but recorded only when the read ends.
 void check_access(const void* pointer, unsigned bytes, Act act, Kind kind, Place place, bool over = true);
-void note_prefetch(const void* pointer, unsigned bytes, Place place);   // of bytes that exist; they are not read yet
-void note_misaligned(const void* pointer, unsigned alignment, Act act, Place place);   // a GPU stops at such an access
+void note_prefetch(const void* pointer, unsigned bytes, Place place);   // checks that the bytes exist, but does not read them
+void note_misaligned(const void* pointer, unsigned alignment, Act act, Place place);   // a fault on a GPU
 
 }  // namespace emu

@@ -15,17 +15,17 @@ constexpr unsigned SECTOR_BYTES = 32;
 constexpr unsigned WIDEST = 16;             // the widest access of one lane
 constexpr unsigned ROWS_PER_MATRIX = 8;     // ldmatrix, stmatrix
 
-// A log holds, for each lane, the addresses it used at one place since the last flush, in chunks of so many for every lane.
+// A log holds each lane's addresses at one place since the last flush, in chunks of this many addresses per lane.
 constexpr unsigned CHUNK = 32;
-// A loop without any synchronisation is logged whole by its first lane before the second one starts. Beyond this much (for one
-// operating-system thread) accesses are only counted, and taken to be like the logged ones of their place.
+// The first lane logs all of a loop without synchronisation before the second lane starts. Beyond this limit (per operating-system
+// thread), accesses are only counted, and their cost is extrapolated from the logged accesses at the same place.
 constexpr std::size_t LOGGED_BYTES = std::size_t{64} << 20;
 
 using ChunkOfLanes = std::array<std::array<Address, CHUNK>, WARP>;
 
 struct Key {
   Place place;
-  std::uint32_t what;   // bytes, space, direction and kind in one
+  std::uint32_t what;   // bytes, space, direction and kind, packed
 
   bool operator==(const Key&) const = default;
 };
@@ -36,7 +36,7 @@ std::uint32_t what_of(unsigned bytes, Space space, bool write, Kind kind) {
   return bytes << 4 | static_cast<unsigned>(space) << 3 | direction << 2 | static_cast<unsigned>(kind);
 }
 
-// The addresses of one request's active lanes, in the order of the lanes.
+// The addresses of one request's active lanes, in lane order.
 struct Request {
   Address address[WARP];
   unsigned lane[WARP];
@@ -49,7 +49,7 @@ struct Request {
   }
 };
 
-// How many of the values differ. Mostly they come sorted, one way or the other.
+// Number of distinct values after the shift. Most inputs are sorted, ascending or descending.
 unsigned distinct(const Address* values, unsigned num_values, unsigned shift) {
   Address seen[WARP];
   unsigned num_seen = 0;
@@ -73,8 +73,8 @@ unsigned log2_of(unsigned power_of_two) {
   return shift;
 }
 
-// Wavefronts that lanes [first, end) of a request take together. An access of 8 or 16 bytes occupies 2 or 4 neighbouring banks
-// and is aligned to them, so that the banks may be seen as half or a quarter as many wider ones.
+// Wavefronts that active lanes [first, end) of a request take together. An access of 8 or 16 bytes occupies 2 or 4 adjacent banks
+// and is aligned to them, so it can be modelled with half or a quarter as many banks that are wider.
 unsigned wavefronts_of(const Request& request, unsigned first, unsigned end, unsigned unit_shift) {
   const unsigned num_banks = WAVEFRONT_BYTES >> unit_shift;
   Address words[WAVEFRONT_BYTES / BANK_BYTES][WARP];
@@ -84,7 +84,7 @@ unsigned wavefronts_of(const Request& request, unsigned first, unsigned end, uns
     const Address word = request.address[i] >> unit_shift;
     const unsigned bank = static_cast<unsigned>(word) & (num_banks - 1);
     const Address* const begin = words[bank];
-    if (std::find(begin, begin + depth[bank], word) != begin + depth[bank]) continue;   // a broadcast
+    if (std::find(begin, begin + depth[bank], word) != begin + depth[bank]) continue;   // the same word: a broadcast
     words[bank][depth[bank]++] = word;
     worst = std::max<unsigned>(worst, depth[bank]);
   }
@@ -95,7 +95,7 @@ struct Cost {
   unsigned taken, ideal;
 };
 
-// The same in parts of `lanes_per_part` lanes, one after the other; `ideal` counts the parts that have an active lane.
+// The same for a request split into parts of `lanes_per_part` lanes. `ideal` counts the parts with an active lane.
 Cost in_parts(const Request& request, unsigned lanes_per_part, unsigned unit_shift) {
   Cost cost{0, 0};
   for (unsigned first = 0; first < request.active;) {
@@ -109,7 +109,7 @@ Cost in_parts(const Request& request, unsigned lanes_per_part, unsigned unit_shi
   return cost;
 }
 
-// Whether every two active lanes that differ in this bit of their number want the same address.
+// Whether both lanes of every pair of active lanes whose numbers differ only in this bit access the same address.
 bool pairs_agree(const Request& request, unsigned bit) {
   Address of_lane[WARP];
   unsigned active = 0;
@@ -131,8 +131,8 @@ Cost shared_cost(const Request& request, unsigned bytes, bool write, Kind kind) 
   const unsigned lanes_per_part = WAVEFRONT_BYTES / unit;
   const Cost cost = in_parts(request, lanes_per_part, unit_shift);
   if (write || unit == BANK_BYTES) return cost;
-  // Loads of 8 and 16 bytes: two parts travel in one wavefront where neighbours, or lanes two apart, want the same address and
-  // the two parts do not conflict. A wavefront returns at most 8 bytes to a lane: what is ideal takes that into account.
+  // Loads of 8 and 16 bytes: two parts share wavefronts if neighbouring lanes, or lanes two apart, access the same address, and if
+  // sharing takes fewer wavefronts. A wavefront returns at most 8 bytes per lane, so `ideal` is at least merged.ideal.
   const Cost merged = in_parts(request, 2 * lanes_per_part, unit_shift);
   const unsigned num_distinct = distinct(request.address, request.active, 0);
   const unsigned ideal = std::max(merged.ideal, (num_distinct * bytes + WAVEFRONT_BYTES - 1) / WAVEFRONT_BYTES);
@@ -149,8 +149,8 @@ Cost global_cost(const Request& request, unsigned bytes) {
 struct Log {
   std::uint32_t count[WARP] = {};   // accesses of each lane since the last flush
   std::vector<ChunkOfLanes*> chunks;
-  std::uint32_t capacity = 0;       // of the chunks, for each lane
-  bool full = false;                // gets no more of them before the next flush
+  std::uint32_t capacity = 0;       // of the chunks, per lane
+  bool full = false;                // gets no more chunks before the next flush
   bool touched = false;
 };
 
@@ -162,15 +162,15 @@ struct Counters::State {
     Line line;
   };
   struct WarpLogs {
-    std::vector<std::unique_ptr<Log>> of_site;   // by site id, null where the warp has not been
+    std::vector<std::unique_ptr<Log>> of_site;   // by site id; null if the warp has made no access there
     std::vector<std::uint32_t> touched;
   };
 
   std::vector<Site> sites;
-  std::vector<std::uint32_t> slots;   // open addressing: site id + 1, or 0
+  std::vector<std::uint32_t> slots;   // open addressing: site id + 1, or 0 if empty
   std::vector<WarpLogs> warps;
   int num_warps = 0;
-  std::vector<std::unique_ptr<ChunkOfLanes>> chunks;   // all that were ever needed
+  std::vector<std::unique_ptr<ChunkOfLanes>> chunks;   // all that have been allocated
   std::vector<ChunkOfLanes*> free_chunks;
 
   State() : slots(256) {}
@@ -203,7 +203,7 @@ struct Counters::State {
     return *log;
   }
 
-  // Room for one more chunk of accesses. The first one of a log is always granted: there must be something to go by.
+  // Adds a chunk to the log, and returns whether it did. The first chunk is always granted, because extrapolation needs a sample.
   bool grow(Log& log) {
     if (log.full) return false;
     if (free_chunks.empty()) {
@@ -248,7 +248,7 @@ struct Counters::State {
       taken += cost.taken;
       ideal += cost.ideal;
     }
-    // What was not logged, taken to be like what was.
+    // Extrapolate to the accesses that were not logged.
     taken += (taken * (occurrences - logged) + logged / 2) / logged;
     ideal += (ideal * (occurrences - logged) + logged / 2) / logged;
     line.requests += occurrences;
@@ -261,7 +261,7 @@ struct Counters::State {
       Log& log = *warp.of_site[site];
       count(sites[site].line, log);
       std::fill_n(log.count, WARP, 0u);
-      // One chunk is kept: most places need no more, and need it again soon.
+      // Keep one chunk: most places need no more than one, and need it again soon.
       while (log.chunks.size() > 1) {
         free_chunks.push_back(log.chunks.back());
         log.chunks.pop_back();
@@ -285,7 +285,7 @@ void Counters::begin_block(int threads) {
 
 void Counters::access(int thread, Place place, std::uint64_t address, unsigned bytes, Space space, bool write, Kind kind) {
   if (kind == Kind::bulk) return;
-  // What is wider than a register quad, or of a size no instruction has, is several instructions.
+  // An access wider than four registers, or of a size that no instruction has, counts as several instructions.
   while (bytes != 0) {
     unsigned piece = WIDEST;
     while (piece > bytes) piece /= 2;

@@ -1,18 +1,19 @@
-// What a warp's accesses cost: shared-memory wavefronts (bank conflicts) and 32-byte sectors of global memory, by place.
+// The cost of a warp's accesses, per place in the code: shared-memory wavefronts (bank conflicts) and 32-byte global-memory sectors.
 //
-// The emulator runs a warp's lanes one after another, each as far as its next wait, so what the hardware issues as one request
-// arrives here in up to 32 parts with whole loops in between. A request is put together from the k-th access that each lane
-// made at one place since the warp last came together. That is the hardware's grouping wherever the lanes that pass a place do
-// so together; lanes that pass it in different iterations of a loop are merged into fewer requests than hardware makes.
+// The emulator runs a warp's lanes one after another, each up to its next wait. So one hardware request arrives here as up to 32
+// separate accesses, with whole loops in between. A request is assembled from the k-th access of each lane at one place since the
+// warp last converged. This matches the hardware where the lanes that execute a place do so together. Lanes that execute it in
+// different iterations of a loop are merged into fewer requests than the hardware issues.
 //
-// The model, also in README.md:
-//   Shared memory has 32 banks of 4 bytes; a wavefront serves each bank once, a word that several lanes want once for all.
-//   A request of at most 4 bytes a lane is one part of 32 lanes, of 8 bytes two parts of 16, of 16 bytes four parts of 8, of a
-//   matrix instruction (ldmatrix, stmatrix) a part of 8 rows for each matrix. Parts do not share a wavefront, except that of
-//   one load the two parts of a half (16 bytes) or the whole (8 bytes) do where neighbouring lanes want the same.
+// The model:
+//   Shared memory has 32 banks of 4 bytes. A wavefront serves each bank once; lanes that access the same word share it.
+//   A request of at most 4 bytes per lane is one part of 32 lanes; of 8 bytes, two parts of 16; of 16 bytes, four parts of 8; of a
+//   matrix instruction (ldmatrix, stmatrix), one part of 8 rows per matrix. Parts do not share wavefronts, except in loads: the two
+//   parts of a half (16 bytes) or of the whole (8 bytes) do if neighbouring lanes, or lanes two apart, access the same address.
 //   A part takes as many wavefronts as its worst bank has distinct words.
-//   A request to global memory takes the distinct aligned 32-byte sectors that its lanes touch.
-//   Ideal is what the distinct bytes would take if they lay side by side: 128 a wavefront, 32 a sector.
+//   A request to global memory takes one sector for each aligned 32-byte sector that its lanes access.
+//   The ideal number of sectors is that of the distinct bytes if they were contiguous. The ideal number of wavefronts is one
+//   per part with an active lane; for loads of 8 and 16 bytes, one per such pair of parts, but at least the distinct bytes / 128.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -25,7 +26,7 @@ namespace emu {
 
 enum class Space : std::uint8_t { shared, global };
 
-// One for each operating-system thread that runs blocks; not shared between them. Merged at the end.
+// One per operating-system thread that runs blocks. Threads do not share it; all are merged at the end.
 class Counters {
  public:
   struct Line {
@@ -33,10 +34,10 @@ class Counters {
     Space space;
     bool write;
     Kind kind;
-    unsigned bytes;   // a lane
+    unsigned bytes;   // per lane
     std::uint64_t requests;
-    std::uint64_t wavefronts, ideal_wavefronts;   // of shared memory, else 0
-    std::uint64_t sectors, ideal_sectors;         // of global memory, else 0
+    std::uint64_t wavefronts, ideal_wavefronts;   // shared memory only, otherwise 0
+    std::uint64_t sectors, ideal_sectors;         // global memory only, otherwise 0
   };
 
   Counters();
@@ -45,15 +46,15 @@ class Counters {
   ~Counters();
 
   void begin_block(int threads);
-  // A lane's access: `address` is the offset in the shared window, or the global address. `bytes` beyond 16 count as several
-  // accesses. Kind::bulk is not counted.
+  // A lane's access: `address` is the offset in the shared window, or the global address. A size above 16 bytes, or one that is not a
+  // power of two, counts as several accesses. Kind::bulk is not counted.
   void access(int thread, Place place, std::uint64_t address, unsigned bytes, Space space, bool write, Kind kind);
-  // All lanes of the warp have come to one point or returned: what they have done since the last one is counted.
+  // Called when all lanes of the warp have arrived at one point or returned: counts their accesses since the last flush.
   void flush(int warp);
   void end_block();   // flushes every warp
-  void merge(const Counters& other);   // `other` between blocks
+  void merge(const Counters& other);   // `other` must be between blocks
 
-  std::vector<Line> lines() const;   // by place, then space, reads before writes; those with at least one request
+  std::vector<Line> lines() const;   // with at least one request; by place, bytes, space, reads first
 
  private:
   struct State;

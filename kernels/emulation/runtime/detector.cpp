@@ -1,4 +1,5 @@
-// Races, uninitialised and out-of-bounds accesses; and the compiler's hooks that tell of plain loads and stores.
+// Detects races and uninitialised, out-of-bounds and misaligned accesses. Defines the compiler's hooks, which report plain loads and
+// stores.
 #include "detector.h"
 
 #include <algorithm>
@@ -47,7 +48,7 @@ namespace {
 
 void most(std::vector<std::uint32_t>& a, const std::vector<std::uint32_t>& b) {
   if (a.size() < b.size()) a.resize(b.size(), 0);
-  std::uint32_t* const ours = a.data();   // by plain pointers the compiler does several at once
+  std::uint32_t* const ours = a.data();   // plain pointers let the compiler vectorise the loop
   const std::uint32_t* const theirs = b.data();
   for (std::size_t i = 0, n = b.size(); i < n; ++i) ours[i] = std::max(ours[i], theirs[i]);
 }
@@ -58,12 +59,12 @@ void most(Pasts& a, const Pasts& b) {
 
 std::uint64_t cluster_of(const Block& block, std::uint64_t linear) { return linear / block.team->size; }
 
-// What threads released by a fence before an atomic, by the atomic's address: whoever finds its value later may acquire that. A worker
-// runs one launch.
+// What threads released by a fence before an atomic, by the atomic's address. A thread with a later atomic on that address may acquire
+// it. Nothing is ever removed, because a worker runs one launch.
 std::mutex published_mutex;
 std::map<const void*, Pasts> published;
 
-// Blocks run side by side, so that several may ask at once who wrote a granule of global memory last.
+// Blocks run in parallel, so several may look up the last accesses to the same bytes of global memory concurrently.
 std::array<std::mutex, 64> owner_mutexes;
 
 }  // namespace
@@ -97,7 +98,7 @@ void acquire(const Clock* from) {
 void proxy_fence() {
   if (!the_block->detect) return;
   Clock& clock = the_block->current->clock;
-  // What has happened so far, the calling thread's own accesses up to now included.
+  // Everything that has happened before, including the calling thread's own accesses so far.
   clock.fenced.resize(std::max(clock.fenced.size(), clock.seen.size()), 0);
   for (std::size_t i = 0; i < clock.seen.size(); ++i) clock.fenced[i] = std::max(clock.fenced[i], clock.seen[i]);
   ++clock.seen[static_cast<std::size_t>(the_block->slot_of(*the_block->current))];
@@ -110,7 +111,7 @@ void device_fence() {
   thread.found.clear();
   thread.released = thread.clock.elsewhere;
   most(thread.released[cluster_of(*the_block, the_block->linear)], thread.clock.seen);
-  ++thread.clock.seen[static_cast<std::size_t>(the_block->slot_of(thread))];   // what comes after is not in it
+  ++thread.clock.seen[static_cast<std::size_t>(the_block->slot_of(thread))];   // later accesses are not part of the release
 }
 
 // --- the shadow -------------------------------------------------------------------------------------------------------------
@@ -123,7 +124,7 @@ void Shadow::reset(std::size_t bytes) {
     for (const std::uint32_t index : touched_) granules_[index] = {};
   }
   touched_.clear();
-  entries_.assign(1, {});   // 0 ends a list
+  entries_.assign(1, {});   // index 0 ends a list
   free_ = 0;
 }
 
@@ -229,7 +230,7 @@ bool fenced(const By& by, const Shadow::Entry& entry) {
   return entry.slot < by.thread.clock.fenced.size() && by.thread.clock.fenced[entry.slot] >= entry.clock;
 }
 
-// Whether what another block did is ordered before.
+// Whether another block's access happens before this one.
 bool ordered(const By& by, const GlobalMemory::Touch& touch) {
   const std::uint64_t cluster = cluster_of(by.block, touch.block - 1);
   const auto elsewhere = by.thread.clock.elsewhere.find(cluster);
@@ -241,7 +242,7 @@ bool ordered(const By& by, const GlobalMemory::Touch& touch) {
 
 bool writes(Act act) { return act == Act::write || act == Act::atomic || act == Act::async_write; }
 
-// The granules' bytes [low, high) of `shadow`, whose memory belongs to `owner`.
+// Checks and records an access to bytes [low, high) of `shadow`, whose memory belongs to `owner`.
 void shadow_access(const By& by, Block& owner, Shadow& shadow, std::uint64_t low, std::uint64_t high, Act act, bool check_initialised, const char* space,
                    const std::string& array, std::uint64_t array_offset, bool over = true) {
   const std::uint32_t now = by.thread.clock.seen[by.slot];
@@ -289,8 +290,8 @@ void shadow_access(const By& by, Block& owner, Shadow& shadow, std::uint64_t low
           break;
         }
       }
-      // What is ordered before this write is of no further interest for these bytes; but atomics race with plain writes alone,
-      // so one of them does not stand for what came before it.
+      // A write replaces all earlier entries for these bytes. An atomic replaces only atomics that happen before it: atomics do not
+      // race with each other, so it cannot stand for an earlier plain access.
       for (std::uint32_t* head : {&granule.writes, &granule.reads}) {
         std::uint32_t kept = 0;
         for (std::uint32_t at = *head; at;) {
@@ -307,7 +308,7 @@ void shadow_access(const By& by, Block& owner, Shadow& shadow, std::uint64_t low
       continue;
     }
     if (!over) continue;
-    // Reads. Those before a barrier of the whole block are ordered before all after it.
+    // Reads. Those before a full barrier of the block happen before all later accesses; in a cluster, other blocks may read too.
     if (granule.reads) {
       const Shadow::Entry& newest = shadow.entry(granule.reads);
       if (newest.slot == by.slot && newest.clock == now && (newest.mask & mask) == mask) continue;
@@ -342,14 +343,14 @@ void shared_access(const By& by, Block& owner, const void* pointer, unsigned byt
   shadow_access(by, owner, owner.shared, offset, offset + bytes, act, true, "shared", "", 0, over);
 }
 
-// Another block's shared memory is gone when its threads have returned: an access must be ordered before that.
+// Another block's shared memory ceases to exist when its threads have returned, so an access must happen before that.
 void note_remote(const By& by, Block& owner, const void* pointer, unsigned bytes, Act act, Kind kind) {
   const unsigned offset = owner.offset_of(pointer);
   if (owner.live == 0) {
     report(by, "race", "shared", owner, "of a block that has returned", offset, bytes, {}, act);
     return;
   }
-  if (act == Act::atomic || kind == Kind::bulk) return;   // asynchronous: what is left unfinished is found at the block's end
+  if (act == Act::atomic || kind == Kind::bulk) return;   // what remains incomplete of these is found at the block's end
   const std::uint32_t now = by.thread.clock.seen[by.slot];
   if (!owner.remote.empty() && owner.remote.back().slot == by.slot && owner.remote.back().place == by.place && owner.remote.back().clock == now) return;
   owner.remote.push_back({by.slot, now, by.place, offset, bytes, act});
@@ -370,23 +371,23 @@ void global_access(const By& by, std::uint64_t offset, unsigned bytes, Act act) 
     report(by, kind, "global", by.block, region ? region->name : "", offset - (region ? region->offset : 0), bytes, {}, act);
     return;
   }
-  if (!writable && !writes(act)) return;   // an input, which nobody writes
+  if (!writable && !writes(act)) return;   // an input, which no thread writes
   const Region* region = memory.region_of(offset);
   const std::string& name = region->name;
-  // Blocks of a launch are ordered by a cluster's barriers, or by fences around atomics.
+  // Cluster barriers, or fences around atomics, order the accesses of different blocks.
   const bool atomic = act == Act::atomic;
   const GlobalMemory::Touch mine = {static_cast<std::uint32_t>(by.block.linear + 1), by.place, by.thread.clock.seen[by.slot], by.slot, atomic};
-  bool raced = false;   // an access is one finding
+  bool raced = false;   // at most one finding per access
   const auto look_at = [&](const GlobalMemory::Touch& theirs, Act their_act) {
     if (raced || !theirs.block || theirs.block == mine.block || (theirs.atomic && atomic) || ordered(by, theirs)) return;
     raced = true;
     const Access first = access_of(by.block, theirs.slot, theirs.atomic ? Act::atomic : their_act, theirs.place);
     report(by, "race", "global", by.block, name, offset - region->offset, bytes, {first.thread, 0, first.act, first.place}, act);
   };
-  const std::uint64_t end = bytes < GlobalMemory::OWNED ? 0 : offset + bytes;   // a single byte may be the neighbour of another block's
+  const std::uint64_t end = bytes < GlobalMemory::OWNED ? 0 : offset + bytes;   // a single byte may share its owner with another block's
   for (std::uint64_t at = std::max(offset, memory.first_owned) / GlobalMemory::OWNED; at * GlobalMemory::OWNED < end; ++at) {
     const std::uint64_t index = at - memory.first_owned / GlobalMemory::OWNED;
-    if (index >= memory.owners.size()) break;   // an input's
+    if (index >= memory.owners.size()) break;   // an input
     const std::lock_guard lock(owner_mutexes[index % owner_mutexes.size()]);
     GlobalMemory::Owner& owner = memory.owners[index];
     look_at(owner.written, Act::write);
@@ -410,7 +411,7 @@ void check_access(const void* pointer, unsigned bytes, Act act, Kind kind, Place
   Block* block = the_block;
   if (!block || !block->detect || !block->current || bytes == 0) return;
   const auto address = reinterpret_cast<std::uintptr_t>(pointer);
-  // A thread's own variables.
+  // Local variables, on the threads' stacks.
   if (address - reinterpret_cast<std::uintptr_t>(block->stacks) < STACK_BYTES * static_cast<std::size_t>(block->num_threads)) return;
   const By by{*block, *block->current, offset_in_image(place), static_cast<std::uint16_t>(block->slot_of(*block->current))};
   const bool is_write = writes(act);
@@ -486,7 +487,7 @@ void atomic_note(const void* pointer, unsigned bytes) { check_access(pointer, by
 std::uint64_t atomic_load(const void* pointer, unsigned bytes) {
   if (the_block->detect) {
     check_access(pointer, bytes, Act::atomic, Kind::plain, kernel_place(EMULATION_HERE()));
-    if (!the_block->current->released.empty()) {   // before the value changes, so that nobody finds that without this
+    if (!the_block->current->released.empty()) {   // before the value changes: no thread sees the new value without this
       const std::lock_guard lock(published_mutex);
       most(published[pointer], the_block->current->released);
     }
@@ -507,13 +508,13 @@ std::uint64_t relaxed_load(const void* pointer, unsigned bytes) {
                                          : __atomic_load_n(static_cast<const std::uint64_t*>(pointer), __ATOMIC_SEQ_CST);
   bool& waited = block.current->waited_for_grid;
   const bool early = block.launch->early && !waited;
-  if (block.detect) {   // an input, which nobody of this launch writes
-    const bool before = std::exchange(waited, true);   // this load may come early
+  if (block.detect) {   // an input, which no thread of this launch writes
+    const bool before = std::exchange(waited, true);   // this load may precede griddepcontrol.wait
     check_access(pointer, bytes, Act::read, Kind::plain, kernel_place(EMULATION_HERE()));
     waited = before;
   }
   if (!early || block.draw(2) == 0) return value;
-  switch (block.draw(3)) {   // what was there, or half of what comes
+  switch (block.draw(3)) {   // an old value, or a partly written one
     case 0: return 0;
     case 1: return ~std::uint64_t{0} / (1 + block.draw(1u << 16));
     default: return block.draw(1000);
@@ -533,7 +534,7 @@ bool atomic_replace(void* pointer, std::uint64_t expected, std::uint64_t desired
   return done;
 }
 
-// --- what is asynchronous ---------------------------------------------------------------------------------------------------
+// --- asynchronous accesses --------------------------------------------------------------------------------------------------
 
 namespace {
 
@@ -557,7 +558,7 @@ void mark_in_flight(Block& owner, unsigned low, unsigned high, bool flying) {
 
 void async_write_begin(void* pointer, unsigned bytes, Place place, Proxy proxy) {
   Block* owner = shared_owner(pointer);
-  if (owner) std::memset(pointer, 0xff, bytes);   // NaN, until it has landed
+  if (owner) std::memset(pointer, 0xff, bytes);   // NaN until the copy lands
   if (!the_block->detect) return;
   check_access(pointer, bytes, proxy == Proxy::generic ? Act::write : Act::async_write, Kind::bulk, place);
   if (!owner) return;
@@ -573,9 +574,9 @@ void async_write_end(void* pointer, unsigned bytes, Place place, Clock* into, Pr
   const unsigned offset = owner->offset_of(pointer);
   mark_in_flight(*owner, offset, offset + bytes, false);
   std::erase_if(owner->flights, [&](const Block::Flight& flight) { return flight.low == offset && flight.high == offset + bytes; });
-  // From here on it is a write of the calling thread's: one ordered before what follows in it (cp.async), or before what
-  // acquires the barrier's clock. The thread that makes a bulk copy land is whichever happens to wait first, so its clock moves
-  // on at once and it learns of the write through the barrier like everyone else.
+  // Record the write. If the issuing thread itself waited (cp.async, `into` null), it is a write by that thread. Otherwise it gets its
+  // own time in the block's copy slot, and happens before whatever acquires the barrier's clock. The thread that lands such a copy is
+  // whichever waits first, and it learns of the write through the barrier, like every other thread.
   Block& block = *the_block;
   Thread& thread = *block.current;
   const auto slot = static_cast<std::size_t>(into ? block.copy_slot() : block.slot_of(thread));
@@ -622,7 +623,7 @@ void count_async_readers(const void* pointer, unsigned bytes, Place place, int c
 
 void async_read_begin(const void* pointer, unsigned bytes, Place place, const char*) {
   if (!the_block->detect) return;
-  check_access(pointer, bytes, Act::async_read, Kind::bulk, place, false);   // its end stands for it: a warp's last lane begins, any ends
+  check_access(pointer, bytes, Act::async_read, Kind::bulk, place, false);   // recorded at its end, maybe by another lane of the warp
   count_async_readers(pointer, bytes, place, 1);
 }
 
@@ -642,7 +643,7 @@ void detect_start(Block& block) {
   block.flights.clear();
   block.remote.clear();
   block.exited = {};
-  const std::size_t slots = (static_cast<std::size_t>(block.num_threads) + 1) * block.team->size;   // and one for each block's copies
+  const std::size_t slots = (static_cast<std::size_t>(block.num_threads) + 1) * block.team->size;   // and one for the copies of each block
   for (Thread& thread : block.threads) {
     thread.clock.seen.assign(slots, 0);
     thread.clock.fenced.clear();
@@ -666,7 +667,7 @@ void detect_returned(Block& block) {
 
 }  // namespace emu
 
-// --- -fsanitize=bounds and =alignment call these: an index outside of its array, an address that its type does not allow ------
+// --- -fsanitize=bounds and =alignment call these: an index outside its array, an address misaligned for its type --------------
 
 extern "C" void __ubsan_handle_out_of_bounds(void*, void* index) {
   emu::Block* block = emu::the_block;
@@ -678,7 +679,7 @@ extern "C" void __ubsan_handle_out_of_bounds(void*, void* index) {
 
 namespace {
 
-// What the compiler says of the place, in the layout that it has for its own library (compiler-rt, ubsan_handlers.h).
+// What the compiler passes about the place, in the layout of its own library (compiler-rt, ubsan_handlers.h).
 struct TypeMismatch {
   const char* file;
   std::uint32_t line, column;

@@ -1,9 +1,9 @@
-// The detector: who touched which bytes, and whether anything ordered it.
+// The detector: which thread accessed which bytes, and whether the accesses are ordered.
 //
-// Happens-before by vector clocks (Lamport; FastTrack's epochs for the last accesses): a thread's clock counts its releases, and
-// holds for every other thread of the cluster how much of that thread's past it has synchronised with. Two accesses of the same
-// bytes by two threads, one of them a write, are a race when neither thread's clock covers the other's access: whatever the
-// schedule made of it. Nothing but a synchronisation orders: not warp lockstep, not a shuffle.
+// Vector clocks track happens-before (Lamport; FastTrack's epochs for the last accesses). A thread's clock counts its own releases and
+// holds, for every other thread of the cluster, how much of that thread's past it has synchronised with. Two accesses to the same
+// bytes by two threads, at least one of them a write, are a data race if neither thread's clock covers the other's access, whatever
+// order the schedule ran them in. Only synchronisation orders accesses: warp lockstep and shuffles do not.
 #pragma once
 #include <cstdint>
 #include <map>
@@ -17,11 +17,11 @@
 
 namespace emu {
 
-// What has happened in clusters, by cluster and by thread of it.
+// The known past of several clusters: for each, a vector clock with one component per thread.
 using Pasts = std::map<std::uint64_t, std::vector<std::uint32_t>>;
 
-// What has happened, thread by thread; `fenced` is the part of it that reached the asynchronous proxy. Empty: nothing yet. `elsewhere`
-// is what was acquired of other clusters, through a fence, an atomic and another fence.
+// A vector clock. `seen` is the known past of each thread; `fenced` is the part of it that a proxy fence made visible to the async
+// proxy. Empty: nothing yet. `elsewhere` is what was acquired from other clusters, through a fence, an atomic and another fence.
 struct Clock {
   std::vector<std::uint32_t> seen;
   std::vector<std::uint32_t> fenced;
@@ -32,8 +32,8 @@ enum class Act : std::uint8_t { read, write, atomic, async_read, async_write };
 const char* name_of(Act act);
 
 struct Access {
-  std::int32_t thread = -1;   // linear in its block; -1: not known
-  std::int32_t rank = 0;      // of its block in the cluster
+  std::int32_t thread = -1;   // linear index in its block; -1: unknown
+  std::int32_t rank = 0;      // of the thread's block in the cluster
   Act act = Act::read;
   std::uint32_t place = 0;
 };
@@ -49,7 +49,8 @@ struct Finding {
   Access first, second;
 };
 
-// Findings of one block thread: one for each kind and pair of places, with the first occurrence and their number.
+// Findings of one operating-system thread: one for each kind, array and pair of accesses (by place and act), with the first
+// occurrence and the number of occurrences.
 class Findings {
  public:
   void add(Finding finding);
@@ -60,7 +61,7 @@ class Findings {
   std::map<std::tuple<std::string, std::string, std::uint32_t, std::uint32_t, int, int>, Finding> found_;
 };
 
-// An array in global memory, and what a kernel may do to each of its bytes.
+// An array in global memory, and the accesses that a kernel may make to it.
 struct Region {
   std::string name;
   std::uint64_t offset;
@@ -71,32 +72,32 @@ struct Region {
   std::uint64_t low, high;             // first and one past the last byte, offsets in the mapping
 };
 
-// Global memory: the mapping, what each byte of it is, and which block wrote it.
+// Global memory: the mapping, the state of each byte, and the last accesses of the writable arrays.
 struct GlobalMemory {
   enum : std::uint8_t { VALID = 1, WRITABLE = 2, INITIALISED = 4 };
   unsigned char* base = nullptr;
   std::uint64_t bytes = 0;
   std::vector<Region> regions;
-  std::vector<std::uint8_t> state;       // with hooks: a byte each
-  struct Touch {                         // the last access of its kind
+  std::vector<std::uint8_t> state;       // with hooks: one per byte
+  struct Touch {                         // the last access of one kind
     std::uint32_t block;                 // 1 + linear index of the block; 0: none
     std::uint32_t place;
-    std::uint32_t clock;                 // of the thread, and which of its cluster's that is
+    std::uint32_t clock;                 // of the thread; `slot` is the thread's slot in the cluster's clocks
     std::uint16_t slot;
     bool atomic;
   };
   struct Owner {
     Touch written;
-    Touch read[2];                       // by two blocks, the last one first: a block that writes finds one of another
+    Touch read[2];                       // by two blocks, the latest first, so that a writing block finds one by another block
   };
-  static constexpr unsigned OWNED = 2;   // bytes an owner: the smallest element, so that neighbours may be two blocks'
+  static constexpr unsigned OWNED = 2;   // bytes per owner: the smallest element tracked, because neighbours may belong to two blocks
   std::vector<Owner> owners;             // with hooks: from the first writable array to the end of the last
-  std::uint64_t first_owned = 0;         // where they begin
-  void describe();                       // fills state from regions
-  const Region* region_of(std::uint64_t offset) const;   // the one that reaches over it, or the nearest
+  std::uint64_t first_owned = 0;         // offset of the first owner
+  void describe();                       // fills state and owners from regions
+  const Region* region_of(std::uint64_t offset) const;   // the region that contains the offset, or the nearest
 };
 
-// The last accesses of a range of memory, 4 bytes a granule.
+// Shadow memory: the last accesses to a range of memory, in granules of 4 bytes.
 class Shadow {
  public:
   static constexpr unsigned GRANULE = 4;
@@ -109,15 +110,15 @@ class Shadow {
     Act act;
   };
   struct Granule {
-    std::uint32_t writes = 0;    // lists of entries, 0 ends them
+    std::uint32_t writes = 0;    // lists of entries; 0 ends a list
     std::uint32_t reads = 0;
-    std::uint32_t epoch = 0;     // full barriers when the last read was listed
+    std::uint32_t epoch = 0;     // the block's full_barriers when the last read was recorded
     std::uint16_t num_reads = 0;
     std::uint8_t initialised = 0;
-    std::uint8_t in_flight = 0;         // bytes that an asynchronous write is about to change
+    std::uint8_t in_flight = 0;         // bytes with an asynchronous write in flight
     bool touched = false;
-    std::uint16_t async_readers = 0;    // asynchronous reads under way
-    std::uint32_t async_place = 0;      // of the last of these
+    std::uint16_t async_readers = 0;    // asynchronous reads in flight
+    std::uint32_t async_place = 0;      // of the latest of these
     std::int32_t async_thread = 0;
   };
 
@@ -125,7 +126,7 @@ class Shadow {
   Granule& at(std::size_t index);
   Entry& entry(std::uint32_t index) { return entries_[index]; }
   std::uint32_t push(std::uint32_t head, const Entry& entry);
-  std::uint32_t drop(std::uint32_t head);                       // frees the list's first entry, gives the next
+  std::uint32_t drop(std::uint32_t head);                       // frees the list's first entry, returns the next
   void clear(std::uint32_t& head);
 
  private:

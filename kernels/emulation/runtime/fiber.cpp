@@ -29,7 +29,7 @@ extern "C" void flashlab_switch(void** save_stack_pointer, void* load_stack_poin
 
 #ifdef __x86_64__
 
-// System V ABI, 3.2.1: rbx, rbp, r12 to r15 belong to the caller; so do the stack pointer and the return address on top of it.
+// System V ABI, 3.2.1: a function preserves rbx, rbp, r12 to r15 and the stack pointer. The return address is on top of the stack.
 asm(".text\n"
     ".globl " SYMBOL(flashlab_switch) "\n"
     SYMBOL(flashlab_switch) ":\n"
@@ -42,8 +42,8 @@ asm(".text\n"
 static constexpr int SAVED_WORDS = 6;
 
 static void** initial_frame(void** top, void (*entry)()) {
-  *--top = nullptr;                               // where entry would return to: it does not; keeps the alignment a call gives
-  *--top = reinterpret_cast<void*>(entry);        // `ret` goes here
+  *--top = nullptr;                               // entry's return address, unused; aligns the stack as after a call
+  *--top = reinterpret_cast<void*>(entry);        // `ret` jumps here
   top -= SAVED_WORDS;
   std::memset(top, 0, SAVED_WORDS * sizeof(void*));
   return top;
@@ -51,7 +51,7 @@ static void** initial_frame(void** top, void (*entry)()) {
 
 #else
 
-// AAPCS64, 6.1: x19 to x29, the link register and the low halves of v8 to v15 belong to the caller.
+// AAPCS64, 6.1: a function preserves x19 to x29 and the low halves of v8 to v15. The link register holds the return address.
 asm(".text\n"
     ".globl " SYMBOL(flashlab_switch) "\n"
     ".p2align 2\n"
@@ -69,7 +69,7 @@ asm(".text\n"
     "  ret\n");
 
 static constexpr int SAVED_WORDS = 20;
-static constexpr int LINK_REGISTER = 11;   // x30's word in the frame
+static constexpr int LINK_REGISTER = 11;   // word of x30 in the frame
 
 static void** initial_frame(void** top, void (*entry)()) {
   top -= SAVED_WORDS;

@@ -1,6 +1,6 @@
-// A fiber: a stack of its own and a place in the code, entered and left by name. The switch saves what the calling convention
-// asks a function to preserve, nothing else: a few nanoseconds. Elsewhere than on x86-64 and aarch64, or with
-// -DFLASHLAB_UCONTEXT, POSIX ucontext does the same, slower.
+// A fiber: an execution context with its own stack, switched explicitly. A switch saves only the registers that the calling
+// convention requires a function to preserve, and takes a few nanoseconds. On targets other than x86-64 and aarch64, or with
+// -DFLASHLAB_UCONTEXT, POSIX ucontext is used, which is slower.
 #pragma once
 #include <cstddef>
 
@@ -25,10 +25,10 @@ struct Fiber {
 #endif
 };
 
-// `fiber` will start in `entry`, which must never return, at the top of [stack, stack + bytes).
+// Prepares `fiber` to start in `entry`, which must never return, at the top of the stack [stack, stack + bytes).
 void prepare(Fiber& fiber, unsigned char* stack, std::size_t bytes, void (*entry)());
 
-// Leave `from` here, go on with `to` where it was left.
+// Suspends `from` here and resumes `to` where it was suspended.
 void switch_fiber(Fiber& from, Fiber& to);
 
 }  // namespace emu

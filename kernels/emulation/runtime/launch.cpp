@@ -1,4 +1,4 @@
-// The program that a compiled kernel is: reads a request, runs the grid, writes a result. The protocol is README.md's.
+// The main program of a compiled kernel: reads a request, runs the grid and writes a result. README.md describes the protocol.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -80,7 +80,7 @@ namespace {
 
 // --- the request ------------------------------------------------------------------------------------------------------------
 
-struct LaunchShape {   // ShareLaunchShape of kernels/common/shares.cuh; what the kernel's constant lacks is 0
+struct LaunchShape {   // ShareLaunchShape of kernels/common/shares.cuh; fields that the kernel's constant lacks are 0
   int threads, smem_bytes, tile_q, box_q, box_kv, persistent, panels_kv, cluster, split_keys, sm_blocks, tile_blocks, part_words,
       whole_tiles, zero_parts;
 };
@@ -286,7 +286,7 @@ std::string json_of(const Waiting& w) {
          ", \"count\": " + std::to_string(w.count) + ", \"what\": " + quoted(w.what) + ", \"place\": " + std::to_string(w.place) + "}";
 }
 
-// Who waits where: threads that wait for the same at the same place in one line.
+// Lists what threads wait for, and where: one entry for all threads that wait for the same at the same place.
 void list_waiting(const Block& block, std::vector<Waiting>& waiting) {
   const std::size_t begin = waiting.size();
   for (const Thread& t : block.threads) {
@@ -318,7 +318,7 @@ std::string result_json(const Trouble& trouble, double seconds, const std::vecto
   return out.str();
 }
 
-// --- crashes and time-outs: written from a signal handler, so nothing here but what the process still has --------------------
+// --- crashes and time-outs: the signal handler writes the result from the state that is left ---------------------------------
 
 std::string crash_path;
 std::atomic<bool> dying{false};
@@ -340,7 +340,7 @@ Place program_counter(void* context) {
 
 void on_signal(int signal, siginfo_t* info, void* context) {
   if (dying.exchange(true)) {
-    for (;;) pause();   // another thread is at it
+    for (;;) pause();   // another thread is writing the result
   }
   Trouble trouble;
   trouble.status = signal == SIGTERM ? "timeout" : "crash";
@@ -360,7 +360,7 @@ void on_signal(int signal, siginfo_t* info, void* context) {
   std::vector<Waiting> waiting;
   if (Block* b = the_block) {
     const Place at = program_counter(context);
-    // Places are return addresses everywhere else, one past the call: so one past the instruction that was stopped.
+    // Elsewhere, places are return addresses, which lie past the call. So add 1 to the address of the interrupted instruction.
     trouble.place = in_kernel(at) ? offset_in_image(at) + 1 : offset_in_image(kernel_place(at));
     trouble.somewhere = true;
     trouble.block[0] = b->index.x, trouble.block[1] = b->index.y, trouble.block[2] = b->index.z;
@@ -392,7 +392,7 @@ void catch_signals() {
   for (const int signal : CRASHES) sigaction(signal, &action, nullptr);
 }
 
-// A stack for the handlers of the calling thread: the fiber's own may be what overflowed.
+// Gives the calling thread an alternate signal stack, because a fiber's own stack may be the one that overflowed.
 void give_signals_a_stack(std::vector<unsigned char>& memory) {
   memory.resize(256 * 1024);
   stack_t stack = {};
@@ -417,14 +417,15 @@ uint3 block_of(const Launch& launch, std::uint64_t cluster, unsigned rank) {
   return {x * launch.cluster.x + rx, y * launch.cluster.y + ry, z * launch.cluster.z + rz};
 }
 
-// The clusters of a team, one after the other; each of its blocks runs on its own thread, when it is its turn.
+// Runs one block of each of a team's clusters, one cluster after another. Each block of a cluster has an operating-system thread; they
+// run in turn, one round at a time.
 void run_member(Grid& grid, Team& team, Block& block, unsigned rank) {
   std::vector<unsigned char> signal_stack;
   give_signals_a_stack(signal_stack);
   block.open(team, grid.launch, rank);
   std::unique_lock lock(team.mutex);
   team.blocks[rank] = &block;
-  if (++team.finished == team.size) {   // the last to open lets the first cluster begin
+  if (++team.finished == team.size) {   // the last block to open starts the first cluster
     team.finished = team.size;
     team.changed.notify_all();
   }
@@ -432,7 +433,7 @@ void run_member(Grid& grid, Team& team, Block& block, unsigned rank) {
   for (;;) {
     team.changed.wait(lock, [&] { return team.over || team.finished == team.size || team.generation > generation; });
     if (team.over) return;
-    if (team.generation == generation) {   // everyone is between clusters: take the next one
+    if (team.generation == generation) {   // no block is running: fetch the next cluster
       const std::uint64_t cluster = grid.next++;
       if (cluster >= grid.clusters || grid.failed) {
         team.over = true;
@@ -483,7 +484,7 @@ void run_member(Grid& grid, Team& team, Block& block, unsigned rank) {
       }
       team.changed.notify_all();
     }
-    // Shared memory of a block must outlive whoever in the cluster still reads it.
+    // A block's shared memory must outlive the threads of the cluster that may still read it.
     if (!team.failed) {
       team.changed.wait(lock, [&] { return team.all_done || team.failed; });
     }
@@ -496,7 +497,7 @@ void run_member(Grid& grid, Team& team, Block& block, unsigned rank) {
       grid.failed = true;
       team.over = true;
       team.changed.notify_all();
-      // Blocks stay as they are for the report.
+      // The blocks keep their state for the report.
       return;
     }
     if (++team.finished == team.size) {
@@ -513,7 +514,7 @@ int run(std::istream& input) {
   crash_path = request.result_path;
   std::uintptr_t low = ~std::uintptr_t{0}, high = 0;
   for (auto& bytes : request.arguments) {
-    // 64-byte alignment: what tensor maps ask for.
+    // Tensor maps require 64-byte alignment.
     const std::size_t room = (bytes.size() + 63) / 64 * 64;
     auto* copy = static_cast<unsigned char*>(std::aligned_alloc(64, std::max<std::size_t>(room, 64)));
     std::memcpy(copy, bytes.data(), bytes.size());
@@ -547,7 +548,7 @@ int run(std::istream& input) {
       threads.emplace_back([&grid, &team, &block, rank] { run_member(grid, team, block, rank); });
     }
   }
-  // Signals go to a thread that runs blocks, which knows what it was doing.
+  // Block signals in this thread, so that they reach a thread that runs blocks and knows its position in the kernel.
   sigset_t all;
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
@@ -576,7 +577,7 @@ int run(std::istream& input) {
     return 1;
   }
   std::fflush(stdout);
-  // Fibers that were left behind after a failure hold nothing that must be destroyed.
+  // Fibers abandoned after a failure hold nothing that must be destroyed.
   ::_exit(0);
 }
 

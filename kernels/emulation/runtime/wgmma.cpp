@@ -1,8 +1,8 @@
-// wgmma (PTX ISA 9.0, 9.7.15): products that are worked out when their warp waits for them.
+// wgmma (PTX ISA 9.0, 9.7.15): MMAs whose results arrive when their warp waits for them.
 //
-// Each warp of a warpgroup computes its own 16 rows. Its lanes come to an instruction one after another: the first describes
-// the operation, the others must ask for the same, the last one issues it. From then on until a wait_group that covers it, the
-// accumulators in the lanes' arrays hold poison, and their values are kept here.
+// Each warp of a warpgroup computes its own 16 rows. Its lanes execute an instruction one after another: the first one creates the
+// operation, the others must pass the same arguments, and the last one issues it. Until a wait_group that covers the operation, the
+// accumulators in the lanes' arrays hold poison, and Accumulator::value holds their values.
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
@@ -17,13 +17,13 @@ namespace emu {
 namespace {
 
 constexpr int WARPGROUP_WARPS = 4;
-constexpr int ROWS = 16;         // of D that a warp owns
-constexpr int K_BYTES = 32;      // of A and B that an instruction takes
-constexpr int MAX_K = K_BYTES;   // elements, of one byte
+constexpr int ROWS = 16;         // of D, per warp
+constexpr int K_BYTES = 32;      // of A and B along K, per instruction
+constexpr int MAX_K = K_BYTES;   // elements of one byte
 constexpr int MAX_N = 256;
-constexpr unsigned PIECE = 16;      // bytes that swizzles and layouts keep together
-constexpr unsigned CORE_ROWS = 8;   // rows of a piece's width that form a pattern
-// A signalling NaN: reading it gives NaN, and whatever arithmetic makes of it is another NaN, so that any write is seen.
+constexpr unsigned PIECE = 16;      // bytes that swizzles and layouts keep contiguous
+constexpr unsigned CORE_ROWS = 8;   // rows of a core matrix, each one piece wide
+// A signalling NaN. Reading it gives NaN, and arithmetic on it gives a NaN with other bits, so that every write is detected.
 constexpr std::uint32_t POISON = 0xffa5a5a5u;
 
 std::uint32_t bits_of(float x) { return bits_as<std::uint32_t>(x); }
@@ -32,7 +32,7 @@ std::uint32_t bits_of(float x) { return bits_as<std::uint32_t>(x); }
 
 // 9.7.15.5.1.2.2 Matrix descriptor.
 struct Operand {
-  unsigned start, leading, stride, swizzle;   // swizzle: the address bits it takes, 0 to 3
+  unsigned start, leading, stride, swizzle;   // swizzle: the number of address bits, 0 to 3
   bool mn_major;
 
   Operand(std::uint64_t descriptor, bool is_mn_major, Place place, char which) : mn_major(is_mn_major) {
@@ -63,7 +63,7 @@ struct Operand {
   }
 };
 
-// A pointer to shared address `low`, once it is clear that [low, high) is shared memory of this block.
+// Returns a pointer to shared address `low`, after checking that [low, high) is shared memory of this block.
 const unsigned char* shared_range(unsigned low, unsigned high, Place place, char which) {
   const bool dynamic = low < DYNAMIC_BYTES;
   const std::size_t end = dynamic ? the_block->launch->smem_bytes : WINDOW_BYTES;
@@ -99,7 +99,7 @@ void for_each_piece(const Operand& operand, unsigned first_line, unsigned first_
   }
 }
 
-// A piece as float: 8 numbers of 16 bits, 16 of 8.
+// Converts a piece to float: 8 numbers of 16 bits, or 16 of 8 bits.
 template <typename Format, typename Bits>
 void widen(const unsigned char* piece, float* out) {
   Bits bits[PIECE / sizeof(Bits)];
@@ -124,9 +124,9 @@ int element_bytes(Input input) { return input == Input::f16 || input == Input::b
 using Four = float __attribute__((vector_size(16), aligned(4)));
 constexpr int FOUR = 4;
 
-// value (16 × n) = sums over k of a (16 × K) · b (K × n), plus itself where it accumulates. Products of these types are exact
-// in FP32 (those of 16-bit floats have 22 bits), the sum of an instruction is rounded as it goes along and then added to what
-// was there; hardware rounds in an order, and with widths, of its own.
+// value (16 × n) = a (16 × K) · b (K × n), plus the old value if `accumulate`. Products of these types are exact in FP32 (those of
+// 16-bit floats have 22 bits). The sum over k is rounded after each addition and then added to the old value. Hardware adds in its
+// own order and rounds to its own widths.
 template <int K>
 void multiply(float* value, const float* a, const float* b, int n, bool accumulate) {
   for (int row = 0; row < ROWS; ++row) {
@@ -157,11 +157,11 @@ void multiply(float* value, const float* a, const float* b, int n, bool accumula
 
 // --- state -------------------------------------------------------------------------------------------------------------------
 
-// Accumulators in flight: where each lane keeps its part, and what they would hold.
+// Accumulators in flight: each lane's array, and the values that the arrays will receive.
 struct Accumulator {
   float* d[WARP] = {};
   int n = 0;
-  unsigned pending = 0;       // operations that have not landed
+  unsigned pending = 0;       // operations in flight
   std::vector<float> value;   // (16, n)
 };
 
@@ -169,22 +169,22 @@ struct Operation {
   Wgmma what{};
   Place place = nullptr;
   std::uint64_t group = 0;
-  std::uint32_t lanes = 0;   // that have come
+  std::uint32_t lanes = 0;   // that have executed it
   bool computed = false;
   Accumulator* accumulator = nullptr;
-  float a[ROWS * MAX_K];   // of A in registers
+  float a[ROWS * MAX_K];   // A, if it is in registers
 };
 
-// Registers of a lane that a wgmma has had as D or A: what they held at the last wgmma_fence, or when they landed.
+// Registers of a lane that a wgmma has used as D or A, and their contents at the last wgmma_fence, use or delivery.
 struct Known {
   const void* registers;
   std::vector<std::uint32_t> held;
   bool in_flight = false;
-  bool landed = false;   // since the last fence
+  bool landed = false;   // delivered since the last fence
 };
 
 struct Lane {
-  std::uint64_t issued = 0, groups = 0;   // operations; commits
+  std::uint64_t issued = 0, groups = 0;   // numbers of operations and of commits
   bool fenced = false;                    // ever
   bool fenced_since_wait = false;
   std::vector<Known> known;
@@ -199,23 +199,23 @@ struct Lane {
 
 struct Warp {
   Lane lanes[WARP];
-  std::deque<Operation> operations;   // that have not landed
-  std::uint64_t landed = 0;           // operations before the first of them
+  std::deque<Operation> operations;   // in flight, oldest first
+  std::uint64_t landed = 0;           // number of operations before these
   std::vector<std::unique_ptr<Accumulator>> accumulators;
   std::uint32_t waiting = 0;   // lanes in wgmma_wait
   int waiting_for = 0;
   std::uint64_t waits = 0;
-  Clock* clock = nullptr;   // of the reads that have completed
+  Clock* clock = nullptr;   // of the completed reads
 };
 
 }   // namespace
 
 struct WgmmaState {
-  std::deque<Warp> warps;                           // which cannot move
-  std::vector<std::vector<std::uint64_t>> issued;   // per warpgroup: a digest of each operation, as its first warp issued it
+  std::deque<Warp> warps;                           // a deque: its elements never move
+  std::vector<std::vector<std::uint64_t>> issued;   // per warpgroup: a digest of each operation, by the first warp to issue it
   struct Count {
     std::uint64_t operations;
-    Place place;   // of the last
+    Place place;   // of the last one
   };
   std::vector<Count> counts;   // per warp
 };
@@ -246,11 +246,11 @@ void want_warpgroup(Place place, const char* name) {
   }
 }
 
-// Row and column, in the warp's 16 × n, of a lane's accumulator i.
+// Row and column of a lane's accumulator i in the warp's 16 × n tile.
 int row_of(int lane, int i) { return lane / 4 + 8 * (i >> 1 & 1); }
 int column_of(int lane, int i) { return i / 4 * 8 + lane % 4 * 2 + (i & 1); }
 
-// Each wgmma operand is read through the asynchronous proxy.
+// Calls each(16 bytes) for every piece of A and B that the warp reads from shared memory, which is through the async proxy.
 template <typename F>
 void for_each_read(const Wgmma& what, int warp_in_group, Place place, F each) {
   const unsigned pieces_per_k = K_BYTES / PIECE, k = static_cast<unsigned>(K_BYTES / element_bytes(what.input));
@@ -310,7 +310,7 @@ void compute(Operation& operation, int warp_in_group) {
   operation.computed = true;
 }
 
-// Everything up to and including operation `last` of the warp's queue.
+// Computes the operations of the warp's queue up to and including `last`.
 void compute_up_to(Warp& warp, std::size_t last, int warp_in_group) {
   for (std::size_t i = 0; i <= last; ++i) {
     if (!warp.operations[i].computed) compute(warp.operations[i], warp_in_group);
@@ -318,7 +318,7 @@ void compute_up_to(Warp& warp, std::size_t last, int warp_in_group) {
 }
 
 std::uint64_t digest(const Wgmma& what) {
-  std::uint64_t hash = 0xcbf29ce484222325ull;   // FNV-1a, by words
+  std::uint64_t hash = 0xcbf29ce484222325ull;   // FNV-1a, word by word
   for (const std::uint64_t word :
        {what.desc_a, what.desc_b, std::uint64_t{what.n} << 8 | static_cast<unsigned>(what.input),
         std::uint64_t{what.mn_major_a} << 4 | unsigned{what.mn_major_b} << 3 | unsigned{what.negate_a != what.negate_b} << 2 |
@@ -328,7 +328,7 @@ std::uint64_t digest(const Wgmma& what) {
   return hash;
 }
 
-// All lanes of the warp have come.
+// Called when all lanes of the warp have executed the instruction.
 void issue(WgmmaState& all, Warp& warp, std::size_t index, std::uint64_t number) {
   Operation& operation = warp.operations[index];
   const std::size_t me = my_warp(), group = me / WARPGROUP_WARPS;
@@ -344,21 +344,21 @@ void issue(WgmmaState& all, Warp& warp, std::size_t index, std::uint64_t number)
            me);
   }
   all.counts[me] = {number + 1, operation.place};
-  // Descriptors are checked now, whenever the operands are read.
+  // Check the descriptors at issue, no matter when the operands are read.
   if (detecting()) {
     for_each_read(operation.what, warp_in_group, operation.place,
                   [&](const unsigned char* bytes) { async_read_begin(bytes, PIECE, operation.place, "wgmma"); });
   } else {
     for_each_read(operation.what, warp_in_group, operation.place, [](const unsigned char*) {});
   }
-  if (choose(2)) compute_up_to(warp, index, warp_in_group);   // operands are read at once, else when they are waited for
+  if (choose(2)) compute_up_to(warp, index, warp_in_group);   // reads the operands now, otherwise at the wait
 }
 
-// A's fragment of one lane into the warp's 16 × K.
+// Copies one lane's fragment of A to the warp's 16 × K tile.
 void take_registers(Operation& operation, int lane) {
   const int k = K_BYTES / element_bytes(operation.what.input), per_register = 4 / element_bytes(operation.what.input);
   unsigned char bytes[PIECE] = {};
-  std::memcpy(bytes, operation.what.registers_a, PIECE);   // this lane's, set by the caller
+  std::memcpy(bytes, operation.what.registers_a, PIECE);   // set by the caller to this lane's
   float values[PIECE];
   widen(operation.what.input, bytes, values);
   for (int i = 0; i < 4; ++i) {
@@ -380,13 +380,13 @@ void remember(Lane& lane, const void* registers, std::size_t count, bool in_flig
   known->landed = false;
 }
 
-// 9.7.15.7.1: between an access to registers and a wgmma that has them stands a wgmma_fence.
+// 9.7.15.7.1: a wgmma_fence must separate an access to registers from a wgmma that uses them.
 void check_registers(Lane& lane, const void* registers, std::size_t count, bool reads, bool is_a, Place place) {
   const char* name = is_a ? "A" : "the accumulators";
   if (!lane.fenced) misuse(place, "wgmma: wanted wgmma_fence before the first wgmma, got none");
   const Known* known = lane.find(registers);
   if (!known || known->held.size() < count) {
-    // Seen for the first time: what a fence since the last results may have ordered is taken to be ordered.
+    // The first use of these registers: assume that a fence since the last wait orders earlier accesses.
     if (is_a && !lane.fenced_since_wait)
       misuse(place,
              "wgmma: wanted wgmma_fence between writing the registers of A and the wgmma that reads them, got none since the "
@@ -488,7 +488,7 @@ void wgmma_commit() {
 
 namespace {
 
-// An accumulator's last operation has been worked out: its values go to the lanes.
+// Copies an accumulator's values to the lanes, after its last operation has been computed.
 void deliver(Warp& warp, Accumulator& accumulator, Place place) {
   const int registers = accumulator.n / 2;
   for (int id = 0; id < WARP; ++id) {
@@ -508,7 +508,7 @@ void deliver(Warp& warp, Accumulator& accumulator, Place place) {
   }
 }
 
-// The last lane of the warp has come to wait.
+// Called by the last lane of the warp to arrive at the wait: completes all groups but the newest `pending`.
 void land(Warp& warp, int pending, Place place) {
   const Lane& first = warp.lanes[0];
   for (const Lane& lane : warp.lanes) {
@@ -564,7 +564,7 @@ void wgmma_wait(int pending) {
   } else {
     wait_at(place, [&] { return warp.waits != number; }, "wgmma.wait_group, for the other lanes of the warp");
   }
-  // The reads of shared memory are over for every lane, whichever of them saw to it.
+  // The reads of shared memory have completed for every lane, whichever lane completed them.
   if (warp.clock) acquire(warp.clock);
 }
 
