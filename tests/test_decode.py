@@ -326,8 +326,8 @@ def _awaited(source: Path | None) -> Any:
     [
         ("  ptx::cluster_arrive();\n", "  ptx::cluster_arrive_relaxed();\n"),  # what was sent is not released
         ("    __syncwarp();  ", "    //"),  # the ring is filled while other lanes read it
-        ("  __syncthreads();                 // everyone is done", "  //"),  # parts overwrite a ring in use
-        ("  __syncthreads();       // they are all there", "  //"),
+        ("  __syncthreads();                 // all warps are done", "  //"),  # parts overwrite a ring in use
+        ("  __syncthreads();       // all warps' partial results", "  //"),
         (
             "    ptx::cp_async_wait_group<PIPELINE_STAGES - 2>();   // this",
             "    ptx::cp_async_wait_group<PIPELINE_STAGES - 1>();   // this",

@@ -307,13 +307,13 @@ def _awaited(source: Path | None) -> Any:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("    __syncthreads();   // they are all there", "    //"),
-        ("    __syncthreads();   // the buffers that held the outputs may be refilled", "    //"),
+        ("    __syncthreads();   // all warps' partial results are in", "    //"),
+        ("    __syncthreads();   // the buffers may be refilled; and", "    //"),
         ("    __syncwarp();   // all lanes are done with the keys in it", "    //"),
-        ("      __syncwarp();                                      // the warp's have", "      //"),
-        ("      __threadfence();   // releases the block's part", "      //"),
-        ("      __threadfence();   // acquires the parts", "      //"),
-        ("  __syncthreads();   // hands on what the two threads learned", "  //"),
+        ("      __syncwarp();                                      // the whole warp's have", "      //"),
+        ("      __threadfence();   // release: a block that", "      //"),
+        ("      __threadfence();   // acquire: the partial results", "      //"),
+        ("  __syncthreads();   // passes on what the two threads", "  //"),
         (  # whoever is last in the order, instead of who comes last
             "atomicAdd(&p.work[first_block], 1u) == last_block - first_block",
             "static_cast<int>(blockIdx.x) == last_block",
