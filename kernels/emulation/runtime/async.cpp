@@ -45,7 +45,7 @@ bool aligned(const void* pointer, unsigned alignment) { return reinterpret_cast<
 ThreadAsync& my_copies() { return state_of(*the_block).threads[static_cast<std::size_t>(current().id)]; }
 
 void want_shared(const void* pointer, std::uint32_t bytes, unsigned alignment, Place place, const char* name) {
-  if (!is_shared(pointer)) misuse(place, "%s: wanted shared memory, got %p, which is not", name, pointer);
+  if (!is_shared(pointer)) misuse(place, "%s: wanted shared memory, got %p, which is not in shared memory", name, pointer);
   if (!aligned(pointer, alignment)) {
     misuse(place, "%s: wanted a shared-memory address that is a multiple of %u, got offset %u", name, alignment,
            shared_offset(pointer));
@@ -193,9 +193,9 @@ void note(const MbarrierState& barrier, Place place) {
 
 MbarrierState& barrier_at(void* pointer, Place place, const char* name) {
   Block* owner = owner_of(pointer);
-  if (!owner) misuse(place, "%s: wanted an mbarrier in shared memory, got %p, which is not shared", name, pointer);
+  if (!owner) misuse(place, "%s: wanted an mbarrier in shared memory, got %p, which is not in shared memory", name, pointer);
   if (owner->live == 0)
-    misuse(place, "%s: wanted a barrier of a block that runs, got one of block %u of the cluster, which has returned", name,
+    misuse(place, "%s: wanted a barrier of a running block, got one of block %u of the cluster, which has returned", name,
            owner->rank);
   for (const auto& one : state_of(*owner).barriers) {
     if (one->word != pointer) continue;
@@ -232,9 +232,9 @@ bool flip(MbarrierState& barrier, Place place) {
 bool count_down(MbarrierState& barrier, unsigned count, Place place, const char* name) {
   if (count == 0) misuse(place, "%s: wanted at least one arrival, got 0", name);
   if (count > barrier.pending) {
-    misuse(place, "%s at shared offset %u: wanted at most the %u of %u arrivals that phase %llu still misses%s, got %u", name,
+    misuse(place, "%s at shared offset %u: wanted at most the %u of %u arrivals still pending in phase %llu%s, got %u", name,
            shared_offset(barrier.word), barrier.pending, barrier.expected, static_cast<unsigned long long>(barrier.phase),
-           barrier.pending == 0 ? " (it waits for bytes alone)" : "", count);
+           barrier.pending == 0 ? " (only bytes are pending)" : "", count);
   }
   barrier.pending -= count;
   return flip(barrier, place);
@@ -312,7 +312,8 @@ void mbarrier_init(void* barrier, unsigned count) {
   const Place place = EMULATION_HERE();
   const char* name = "mbarrier_init";
   want_shared(barrier, sizeof(std::uint64_t), alignof(std::uint64_t), place, name);
-  if (!the_block->owns_shared(barrier)) misuse(place, "%s: wanted shared memory of this block, got another's", name);
+  if (!the_block->owns_shared(barrier))
+    misuse(place, "%s: wanted shared memory of this block, got that of another block", name);
   if (count == 0 || count > MBARRIER_MAX_COUNT)
     misuse(place, "%s: wanted a count from 1 to %u, got %u", name, MBARRIER_MAX_COUNT, count);
   AsyncState& state = state_of(*the_block);
@@ -347,7 +348,7 @@ void mbarrier_inval(void* barrier) {
   const Place place = EMULATION_HERE();
   MbarrierState& it = barrier_to_wait_for(barrier, 0, place, "mbarrier_inval");
   if (!it.landings.empty())
-    misuse(place, "mbarrier_inval: wanted no copy under way, got %zu that this barrier counts", it.landings.size());
+    misuse(place, "mbarrier_inval: wanted no copy in flight, got %zu counted by this barrier", it.landings.size());
   if (detecting()) check_access(barrier, sizeof(std::uint64_t), Act::write, Kind::bulk, place);
   *it.word = ~std::uint64_t{0};
   std::erase_if(state_of(*the_block).barriers, [&](const auto& one) { return one.get() == &it; });
@@ -438,8 +439,8 @@ void cp_async_mbarrier_arrive(void* barrier, bool noinc) {
       misuse(place, "%s: wanted at most %u arrivals pending, got one more", name, MBARRIER_MAX_COUNT);
     ++it.pending;
   } else if (it.pending <= it.deferred.size()) {
-    misuse(place, "%s: wanted at most the %u arrivals that phase %llu still misses, got %zu from cp.async alone", name,
-           it.pending, static_cast<unsigned long long>(it.phase), it.deferred.size() + 1);
+    misuse(place, "%s: wanted at most the %u arrivals still pending in phase %llu, got %zu from cp.async", name, it.pending,
+           static_cast<unsigned long long>(it.phase), it.deferred.size() + 1);
   }
   const ThreadAsync& mine = my_copies();
   if (mine.copies_landed == mine.copies_issued) release(it.clock[it.phase & 1]);   // this thread has already waited for them
@@ -481,7 +482,7 @@ void check_map(const TensorMap* map, unsigned rank, Place place, const char* nam
   if (!aligned(map, alignof(TensorMap)))
     misuse(place, "%s: wanted a tensor map at a multiple of %zu bytes, got %p", name, alignof(TensorMap),
            static_cast<const void*>(map));
-  if (map->mark != TENSOR_MAP_MARK) misuse(place, "%s: wanted a tensor map, got 128 bytes that are none", name);
+  if (map->mark != TENSOR_MAP_MARK) misuse(place, "%s: wanted a tensor map, got 128 bytes without a tensor map's mark", name);
   if (map->rank < 1 || map->rank > MAX_RANK)
     misuse(place, "tensor map: wanted 1 to %u dimensions, got %u", MAX_RANK, map->rank);
   if (rank && map->rank != rank)
@@ -503,7 +504,7 @@ void check_map(const TensorMap* map, unsigned rank, Place place, const char* nam
     if (map->box[d] == 0 || map->box[d] > MAX_BOX)
       misuse(place, "tensor map: wanted a box of 1 to %u elements in dimension %u, got %u", MAX_BOX, d, map->box[d]);
     if (map->element_strides[d] != 1)
-      misuse(place, "tensor map: wanted element strides of 1, which alone are emulated, got %u in dimension %u",
+      misuse(place, "tensor map: wanted element strides of 1 (others are not emulated), got %u in dimension %u",
              map->element_strides[d], d);
     if (d + 1 < map->rank && (map->strides[d] % BULK_ALIGNMENT || map->strides[d] >= MAX_STRIDE)) {
       misuse(place, "tensor map: wanted a stride that is a multiple of %u and less than 2^40 bytes in dimension %u, got %llu",
@@ -710,7 +711,8 @@ void begin_load(Transfer transfer, void* barrier, Place place, const char* name)
 
 // Issues a copy to this block, or to every block in the mask.
 void begin_loads(const Transfer& transfer, void* barrier, unsigned cta_mask, Place place, const char* name) {
-  if (!the_block->owns_shared(transfer.shared)) misuse(place, "%s: wanted shared memory of this block, got another's", name);
+  if (!the_block->owns_shared(transfer.shared))
+    misuse(place, "%s: wanted shared memory of this block, got that of another block", name);
   if (cta_mask == 0) return begin_load(transfer, barrier, place, name);
   const unsigned mask = cta_mask & 0xffff, size = cluster_size();
   if (mask == 0 || mask >> size)
@@ -718,7 +720,7 @@ void begin_loads(const Transfer& transfer, void* barrier, unsigned cta_mask, Pla
   for (unsigned rank = 0; rank < size; ++rank) {
     if (!(mask >> rank & 1)) continue;
     if (the_block->team->blocks[rank]->live == 0)
-      misuse(place, "%s: wanted blocks that run, got block %u of the cluster, which has returned", name, rank);
+      misuse(place, "%s: wanted running blocks, got block %u of the cluster, which has returned", name, rank);
     Transfer one = transfer;
     one.shared = static_cast<unsigned char*>(shared_of_rank(transfer.shared, rank));
     begin_load(std::move(one), shared_of_rank(barrier, rank), place, name);
@@ -895,7 +897,7 @@ void set_max_registers(int registers, bool more) {
   if (total > pool) {
     misuse(place,
            "%s %d: wanted at most the %d registers of the block's %d threads, %d each at launch (__launch_bounds__(%d, 1)), got "
-           "%d: a warpgroup would wait for ever",
+           "%d: a warpgroup would deadlock",
            name, registers, pool, threads, at_launch, threads, total);
   }
 }
@@ -916,7 +918,7 @@ void check_nothing_left(AsyncState& state) {
       const Transfer& transfer = barrier->landings.front();
       misuse_of(transfer.rank == the_block->rank ? transfer.thread : 0, transfer.place,
                 "the block ends while a copy of " + std::to_string(transfer.bytes) +
-                    " bytes into its shared memory is under way: nobody has waited for it");
+                    " bytes into its shared memory is in flight: no thread has waited for it");
     }
     if (barrier->tx != 0) {
       misuse_of(0, barrier->place,
@@ -946,9 +948,9 @@ void check_nothing_left(AsyncState& state) {
     const std::size_t first = warp / WARPGROUP * WARPGROUP;
     if (registers[warp] != registers[first]) {
       misuse_of(static_cast<int>(warp) * WARP, nullptr,
-                "setmaxnreg: wanted the same in all four warps of a warpgroup, got " + std::to_string(registers[warp].size()) +
-                    " in warp " + std::to_string(warp) + " and " + std::to_string(registers[first].size()) +
-                    " others in warp " + std::to_string(first));
+                "setmaxnreg: wanted the same sequence in all four warps of a warpgroup, warps " + std::to_string(first) +
+                    " and " + std::to_string(warp) + " differ (" + std::to_string(registers[first].size()) + " and " +
+                    std::to_string(registers[warp].size()) + " instructions)");
     }
   }
   if (state.wgmma) wgmma_block_end(*state.wgmma);

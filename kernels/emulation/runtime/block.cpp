@@ -137,7 +137,7 @@ void yield() {
   Thread& t = thread();
   t.place = kernel_place(EMULATION_HERE());
   t.waits_in = nullptr;
-  std::snprintf(t.what, sizeof t.what, "a loop that polls");
+  std::snprintf(t.what, sizeof t.what, "a polling loop");
   t.held_until = block().round + 1;
   leave();
   if (block().team->failed) throw Failure{};
@@ -186,7 +186,7 @@ void meet(unsigned mask, void* mine, void (*body)(void* const (&)[WARP]), const 
     r->mask = mask;
   }
   if (r->arrived && std::strcmp(r->name, name) != 0) {
-    fail_at(place, "misuse", std::string("lanes of one warp met in different places: some in ") + r->name + ", some in " + name);
+    fail_at(place, "misuse", std::string("lanes of one warp are in different collectives: some in ") + r->name + ", some in " + name);
   }
   r->name = name;
   r->slot[lane] = mine;
@@ -404,7 +404,7 @@ void cluster_arrive(bool release) {
   Block& b = block();
   Team& team = *b.team;
   if (thread().cluster_arrived) {
-    fail_at(kernel_place(EMULATION_HERE()), "misuse", "barrier.cluster.arrive: wanted barrier.cluster.wait after the one before, got none");
+    fail_at(kernel_place(EMULATION_HERE()), "misuse", "barrier.cluster.arrive: wanted barrier.cluster.wait after the previous arrive, got none");
   }
   if (b.detect && release) release_thread(b, thread(), team.barrier_clock);
   b.moved = true;
@@ -455,7 +455,7 @@ bool is_shared(const void* pointer) { return owner_of(pointer) != nullptr; }
 
 unsigned shared_address(const void* pointer) {
   const Block* owner = owner_of(pointer);
-  if (!owner) fail_at(kernel_place(EMULATION_HERE()), "misuse", "wanted the address of shared memory, got another one");
+  if (!owner) fail_at(kernel_place(EMULATION_HERE()), "misuse", "wanted an address in shared memory, got an address outside shared memory");
   const unsigned offset = owner->offset_of(pointer);
   return owner == the_block ? offset : offset | owner->rank << RANK_SHIFT | 1u << 31;
 }
@@ -481,7 +481,7 @@ void* shared_of_rank(const void* mine, unsigned rank) {
     fail_at(kernel_place(EMULATION_HERE()), "misuse", text);
   }
   const Block* owner = owner_of(mine);
-  if (!owner) fail_at(kernel_place(EMULATION_HERE()), "misuse", "mapa: wanted an address in shared memory, got another one");
+  if (!owner) fail_at(kernel_place(EMULATION_HERE()), "misuse", "mapa: wanted an address in shared memory, got an address outside shared memory");
   const Block* other = block().team->blocks[rank];
   const auto* p = static_cast<const unsigned char*>(mine);
   if (p >= owner->smem && p < owner->smem + DYNAMIC_BYTES) return other->smem + (p - owner->smem);

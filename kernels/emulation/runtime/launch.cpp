@@ -573,7 +573,7 @@ int run(std::istream& input) {
   const std::string json = result_json(trouble, seconds, waiting, findings, &counters);
   FILE* out = std::fopen(request.result_path.c_str(), "w");
   if (!out || std::fwrite(json.data(), 1, json.size(), out) != json.size() || std::fclose(out)) {
-    std::fprintf(stderr, "wanted to write the result to %s, could not\n", request.result_path.c_str());
+    std::fprintf(stderr, "cannot write the result to %s\n", request.result_path.c_str());
     return 1;
   }
   std::fflush(stdout);

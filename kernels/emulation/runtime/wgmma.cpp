@@ -45,7 +45,7 @@ struct Operand {
       misuse(place, "wgmma: wanted a matrix descriptor of %c, got %#llx, whose unused bits are set", which,
              static_cast<unsigned long long>(descriptor));
     if (descriptor >> 49 & 7)
-      misuse(place, "wgmma: wanted a base offset of 0 in the descriptor of %c, which alone is emulated, got %u", which,
+      misuse(place, "wgmma: wanted a base offset of 0 in the descriptor of %c (others are not emulated), got %u", which,
              static_cast<unsigned>(descriptor >> 49 & 7));
   }
 
@@ -339,9 +339,7 @@ void issue(WgmmaState& all, Warp& warp, std::size_t index, std::uint64_t number)
     log.push_back(mine);
   } else if (log[number] != mine) {
     misuse(operation.place,
-           "wgmma: wanted the same instruction and descriptors in all four warps of the warpgroup, got others in warp %zu than "
-           "in a warp before it",
-           me);
+           "wgmma: wanted the same instruction and descriptors in all four warps of the warpgroup, warp %zu differs", me);
   }
   all.counts[me] = {number + 1, operation.place};
   // Check the descriptors at issue, no matter when the operands are read.
@@ -453,12 +451,12 @@ void wgmma(float* d, const Wgmma& asked) {
   }
   Operation& operation = warp.operations[index];
   if (digest(operation.what) != digest(asked) || operation.group != lane.groups) {
-    misuse(place, "wgmma: wanted the same instruction, descriptors and commits in all lanes of the warp, got others in lane %d",
-           id);
+    misuse(place, "wgmma: wanted the same instruction, descriptors and commits in all lanes of the warp, lane %d differs", id);
   }
   Accumulator& accumulator = *operation.accumulator;
   if (accumulator.n != asked.n)
-    misuse(place, "wgmma: wanted the accumulators' earlier shape, n%d, while it is under way, got n%d", accumulator.n, asked.n);
+    misuse(place, "wgmma: wanted the accumulators in shape n%d while an operation is in flight, got n%d", accumulator.n,
+           asked.n);
   check_registers(lane, d, registers, asked.accumulate, false, place);
   if (asked.registers_a) {
     check_registers(lane, asked.registers_a, 4, true, true, place);
@@ -475,7 +473,7 @@ void wgmma(float* d, const Wgmma& asked) {
     for (std::size_t i = 0; i < registers; ++i) std::memcpy(d + i, &POISON, sizeof POISON);
     remember(lane, d, registers, true);
   } else if (accumulator.d[id] != d) {
-    misuse(place, "wgmma: wanted the same accumulators in all lanes of the warp, got others in lane %d", id);
+    misuse(place, "wgmma: wanted the same accumulators in all lanes of the warp, lane %d differs", id);
   }
   operation.lanes |= 1u << id;
   if (operation.lanes == FULL_WARP) issue(all, warp, index, number);
@@ -497,7 +495,7 @@ void deliver(Warp& warp, Accumulator& accumulator, Place place) {
       if (bits_of(d[i]) != POISON) {
         const int row = static_cast<int>(my_warp() % WARPGROUP_WARPS) * ROWS + row_of(id, i);
         misuse_of(static_cast<int>(my_warp()) * WARP + id, place,
-                  "wgmma: wanted accumulators that nobody touches while they are under way, got d[" + std::to_string(i) +
+                  "wgmma: wanted no access to accumulators in flight, got d[" + std::to_string(i) +
                       "] (row " + std::to_string(row) + ", column " + std::to_string(column_of(id, i)) +
                       ") of this thread written before wgmma_wait_group");
       }
@@ -576,7 +574,7 @@ void wgmma_block_end(WgmmaState& all) {
       end(operation.place,
           operation.group == all.warps[i].lanes[0].groups
               ? "the block ends with a wgmma that was not committed: wanted wgmma_commit_group, then wgmma_wait_group"
-              : "the block ends with a wgmma under way: wanted wgmma_wait_group before");
+              : "the block ends with a wgmma in flight: wanted wgmma_wait_group before");
     }
     const std::size_t first = i / WARPGROUP_WARPS * WARPGROUP_WARPS;
     if (all.counts[i].operations != all.counts[first].operations) {
