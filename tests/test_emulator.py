@@ -285,6 +285,22 @@ def test_what_is_touched_before_the_kernel_before_has_ended_is_told(tmp_path: Pa
 
 
 @needs_compiler
+def test_every_block_waits_for_the_kernel_before(tmp_path: Path) -> None:
+    """The blocks run one after another, on the same threads: what one has waited for, the next has not."""
+    built = kernel(
+        tmp_path,
+        """
+  if (blockIdx.x == 0) ptx::griddepcontrol_wait();
+  out[blockIdx.x * 32 + threadIdx.x] = 1;""",
+        parameters="int* out",
+        before=EARLY,
+        hooks=True,
+    )
+    found = launch(built, [np.zeros(64, np.int32)], grid=[2], block=[32], threads=1, early=True).findings
+    assert [finding.kind for finding in found] == ["before griddepcontrol.wait"]
+
+
+@needs_compiler
 @pytest.mark.parametrize("hooks", [False, True])
 def test_a_relaxed_load_before_the_kernel_before_has_ended_finds_anything(tmp_path: Path, hooks: bool) -> None:
     built = kernel(

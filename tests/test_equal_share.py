@@ -251,6 +251,21 @@ def test_combiners_sum_slices_of_a_tile(
 
 
 @needs_compiler
+@pytest.mark.parametrize("stage", ["d18_combiner_blocks", "d19_batched_polls", "d20_paged_combiners"])
+def test_more_combiners_than_a_row_has_columns_for(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    """A row of head dim 64 has 16 slices of four columns: half of the 32 combiners have none."""
+    _blocks(monkeypatch, 40)
+    work = np.zeros(1 << 19, np.uint32)
+    monkeypatch.setattr(attention_module, "_workspace_on_cpu", lambda *_: work)
+    q, k, v = _random(1, 1, 1, 2600)
+    params = {"WARPS": 2, "COMBINERS": 32, "LEAST_PARTS": 2}
+    ran = flashlab.emulate(q, k, v, stage=stage, params=params, races=True, return_lse=True)
+    assert ran.report.findings == ()
+    assert check(ran.out, ran.lse, q, k, v, causal=False, dtype="float16").passed
+    assert not work.any()
+
+
+@needs_compiler
 def test_the_workspace_serves_one_launch_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other numbers of blocks and rows, in memory that earlier launches left as it is."""
     memory = np.full(1 << 19, 0x7FFFFFFF, np.uint32)

@@ -235,6 +235,7 @@ attention_d18_combiner_blocks(const __grid_constant__ AttentionParams p) {
     }
     const int num_parts = end_block - first_block;
     const int num_columns = tile.num_rows * ROW_PARTS, begin = num_columns * slice / slices, end = num_columns * (slice + 1) / slices;
+    if (COMBINERS > ROW_PARTS && begin == end) return;   // a tile of one row may have fewer columns than slices
     const int column_warps = min(WARPS, (end - begin + WARP - 1) / WARP);   // warps that read different columns
     const int part_warps = WARPS / column_warps;                            // warps that split the partial results of the same columns
     const int warp_parts = (num_parts + part_warps - 1) / part_warps;

@@ -362,6 +362,7 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
     const Tile tile = tile_of(first_tile.batch, first_tile.tile);
     const int num_columns = tile.num_rows * ROW_PARTS, slice = combiner - own_tile * slices;
     const int begin = num_columns * slice / slices, end = num_columns * (slice + 1) / slices;
+    if (COMBINERS > ROW_PARTS && begin == end) return;   // a tile of one row may have fewer columns than slices
     const int column_warps = min(WARPS, (end - begin + WARP - 1) / WARP);   // warps that read different columns
     const int part_warps = WARPS / column_warps;                            // warps that split the partial results of the same columns
     const int warp_parts = (num_parts + part_warps - 1) / part_warps;

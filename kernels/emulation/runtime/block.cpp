@@ -562,6 +562,7 @@ void Block::start(std::uint64_t its_linear, uint3 its_index) {
     t.id = i;
     t.state = Thread::State::runnable;
     t.held_until = 0;
+    t.waited_for_grid = false;
     t.cluster_arrived = false;
     t.what[0] = 0;
     t.waits_in = nullptr;
