@@ -53,7 +53,7 @@ from flashlab.run.plan import (
 
 STAGE = "d15_short_starts"
 _MANY = 64
-"""With more work tiles than this, `STAGE`, where few tiles are split over many CTAs."""
+"""With more work tiles than this, `STAGE`."""
 _FEWER = "d20_paged_combiners"
 """The stage for at most `_MANY` tiles: with few, some CTAs only combine partial results."""
 _SHORT, _FEW = "d1_paged_kv", 16
@@ -123,8 +123,8 @@ def paged_attention(
             -inf if a query sees no key).
         stream: as in `flashlab.attention`.
         stage: id of a stage that reads a paged cache. Default: d15_short_starts for more than 64 work tiles (16 query
-            rows of one sequence and K/V head); d1_paged_kv for at most 16 and up to 8,192 keys per sequence in the page
-            table, or for at most 4 and up to 4,096; else d20_paged_combiners.
+            rows of one sequence and K/V head); d1_paged_kv for 5 to 16 with up to 8,192 keys per sequence in the page
+            table, of which only those in a window count, and for at most 4 with up to 4,096; else d20_paged_combiners.
         params: tunables of the stage, by name; default: as in `flashlab.attention`, for sequences of the maximum
             length that the page table holds.
         check: whether to synchronise and refuse invalid page numbers and lengths beyond the page table. Without it,
