@@ -193,7 +193,7 @@ attention_d18_combiner_blocks(const __grid_constant__ AttentionParams p) {
   const int hidden_steps = first_key(p, 0) / STEP_KEYS;   // steps before the window of every row of every tile
   const int num_tiles = q_tiles * p.kv_heads * p.batch;
   int tile_steps = (p.kv_len + STEP_KEYS - 1) / STEP_KEYS - hidden_steps;
-  // The last blocks of the grid are combiners, equally many per tile, if every tile keeps at least LEAST_PARTS blocks that read its keys.
+  // The last blocks of the grid are combiners, equally many per tile, if LEAST_PARTS blocks per tile or more are left to read keys.
   const int slices = short_quotient(COMBINERS, num_tiles);   // of a tile's output: one per combiner
   const int combiners = static_cast<int>(gridDim.x) >= num_tiles * (slices + LEAST_PARTS) ? num_tiles * slices : 0;
   const int readers = gridDim.x - combiners;                 // blocks that read keys

@@ -224,7 +224,7 @@ attention_d20_paged_combiners(const __grid_constant__ AttentionParams p, const _
     return head_of(tensor, tile.batch, head_of_row(tile, row)) + q_row_of(tile, row) * tensor.row_stride;
   };
 
-  // The last blocks of the grid are combiners, equally many per tile, if every tile keeps at least LEAST_PARTS blocks that read its keys.
+  // The last blocks of the grid are combiners, equally many per tile, if LEAST_PARTS blocks per tile or more are left to read keys.
   const int num_tiles = seq_tiles * p.batch;
   const int slices = short_quotient(COMBINERS, num_tiles);   // of a tile's output: one per combiner
   const int combiners = static_cast<int>(gridDim.x) >= num_tiles * (slices + LEAST_PARTS) ? num_tiles * slices : 0;
