@@ -729,11 +729,12 @@ def off_ladder_page(
 ) -> None:
     """The sections of the page of a stage off the ladder, from `select.off_ladder`, with `note` above the results.
 
-    Problems of the decoding suite come first, in its order.
+    Problems of its prediction come first, then those of the decoding suite; all but the first few are folded.
     """
     page, own = f"{stage.folder}{stage.id}.md", {stage.id, *stage.variant_names}
     rungs = {*registry.STAGES, stage.parent}
-    place = {problem: position for position, problem in enumerate(suite("decode"))}
+    in_order = dict.fromkeys((*(expected.problem for expected in stage.expected), *suite("decode")))
+    place = {problem: position for position, problem in enumerate(in_order)}
     shown = [
         (
             problem,
