@@ -564,12 +564,17 @@ def test_a_page_shows_libraries_and_variants_of_one_session(tmp_path: Path) -> N
 
 
 @needs_compiler
-def test_a_page_begins_with_the_problems_of_the_suite(tmp_path: Path) -> None:
-    """Whatever other head dims were measured."""
-    shapes = ("1x32x8x1x8192x64", "1x32x8x1x8192x96", "4x32x8x1x8192x128", "1x32x8x1x8192x128")
+def test_a_page_begins_with_predicted_problems_then_those_of_the_suite(tmp_path: Path) -> None:
+    """Whatever other head dims were measured; all but the first four are folded, and no headings."""
+    shapes = ("1x32x8x1x8192x64", "1x32x8x1x8192x96", "2x32x8x1x8192x96", "4x32x8x1x8192x128", "1x32x8x1x8192x128")
     row = measurement("08_swizzle", Problem.parse(shapes[0])).model_copy(update={"name": "d0_split_kv"})
     measured = {Problem.parse(shape): (row,) for shape in shapes}
-    pages.off_ladder_page(pages.Output(root=tmp_path), replace(DECODE["d0_split_kv"], variants=()), measured)
+    expected = replace(DECODE["d11_short_ends"].expected[0], shape=shapes[3], words="faster")
+    stage = replace(DECODE["d0_split_kv"], variants=(), prediction="faster", expected=(expected,))
+    pages.off_ladder_page(pages.Output(root=tmp_path), stage, measured)
     text = (tmp_path / "snippets" / "decode" / "d0_split_kv.md").read_text(encoding="utf-8")
-    titles = re.findall(r"^### (B\d+) .* (D\d+) full float16$", text, re.MULTILINE)
-    assert titles == [("B1", "D128"), ("B4", "D128"), ("B1", "D64"), ("B1", "D96")]
+    shown, _, folded = text.partition("<summary>1 more problem</summary>")
+    titles = re.findall(r"^### (B\d+) .* (D\d+) full float16$", shown, re.MULTILINE)
+    assert titles == [("B4", "D128"), ("B1", "D128"), ("B1", "D64"), ("B1", "D96")]
+    assert "**B2 H32/8 Sq1 Sk8192 D96 full float16**" in folded
+    assert "### B" not in folded

@@ -37,6 +37,7 @@ import jinja2
 import pandas as pd
 
 from flashlab.build import compiler, sass
+from flashlab.core.arithmetic import several
 from flashlab.core.errors import DamagedRecordError, MissingPackageError, NoDataError, ReportError
 from flashlab.core.inputs import KINDS, NORMAL, TRAINED
 from flashlab.core.paths import DATA, NOTEBOOKS, ROOT, writable_dir
@@ -724,6 +725,10 @@ def steps_table(everything: Sequence[Results], data: Path) -> str:
     return f"{table(columns, names)}\n\n<small>{select.provenance(list(shown.values()), cache='step')}</small>"
 
 
+_UNFOLDED = 4
+"""Problems that a page of a stage off the ladder shows without a click."""
+
+
 def off_ladder_page(
     out: Output, stage: Stage, measured: Mapping[Problem, Sequence[Measurement]], note: str = ""
 ) -> None:
@@ -766,6 +771,7 @@ def off_ladder_page(
         "off_ladder.md",
         page,
         **{"stage": stage, "own": own, "measured": shown, "kernels": kernels, "refused": refused, "arch": arch},
+        first=_UNFOLDED,
         note=note,
         needs=_needs(stage, ("Parent", code(stage.parent) if stage.parent else None)),
         nothing_yet=measured_by(stage),
@@ -992,6 +998,8 @@ def _write_csv(path: Path, columns: Mapping[str, str], lines: Sequence[Mapping[s
 
 _TEMPLATES.globals |= {
     **{"charts": charts, "journey": journey, "machine_code": machine_code, "select": select, "tables": tables},
-    **{helper.__name__: helper for helper in (code, data_links, number, percent, stage_link, table, times, up)},
+    **{
+        helper.__name__: helper for helper in (code, data_links, number, percent, several, stage_link, table, times, up)
+    },
     "NOTHING_YET": NOTHING_YET,
 }
