@@ -39,7 +39,7 @@ static_assert(!WINDOW || (NUM_CONSUMERS - 1) * WGMMA_ROWS <= (WIDE && PINGPONG ?
               "deadlock: a consumer would wait for the next work tile while others wait for it to release tiles or pass on its turn");
 
 constexpr int O_ALIGNMENT = WIDE ? 16 : PATTERN_BYTES;
-constexpr int O_ELEMENTS = WIDE ? CHUNK : WARP_ROWS * HEAD_DIM;   // WIDE does not use it: one chunk as a placeholder
+constexpr int O_ELEMENTS = WIDE ? CHUNK : WARP_ROWS * HEAD_DIM;   // WIDE does not use it: the minimum, one chunk
 
 struct SharedStorage {
   alignas(PATTERN_BYTES) element Q[Q_BUFFERS][NUM_CONSUMERS][WGMMA_ROWS * HEAD_DIM];  // one tile per consumer
