@@ -26,7 +26,7 @@ from flashlab.experiments.effects import LEVER_NOT_MEASURED
 from flashlab.kernels import registry
 from flashlab.kernels.registry import STAGES
 from flashlab.measure import tuned
-from flashlab.query import contests, select
+from flashlab.query import contests, predictions, select
 from flashlab.query.rows import headline
 from flashlab.record import schema, store
 from flashlab.record.checks import CheckRow
@@ -170,6 +170,23 @@ def test_a_stage_that_this_gpu_has_not_timed_shows_what_another_one_has(tmp_path
     text = (out.root / "snippets" / "stages" / f"{LAST}.md").read_text(encoding="utf-8")
     assert f"on one {there.upper()}" in text
     assert "the numbers are those of" not in text
+
+
+def test_a_stage_page_gives_the_gain_over_a_parent_of_another_session(tmp_path: Path) -> None:
+    """From the newest run that timed both, as the journey does."""
+    first, folder = Problem.parse(FIRST_SHAPE), tmp_path / "nvidia-h200" / "runs"
+    folder.mkdir(parents=True)
+    earlier, later = "20260102T030000Z-0123abc", "20260105T030000Z-4567def"
+    timed = ((earlier, "08_swizzle", "09_wgmma"), (later, "09_wgmma", "10_warp_specialized", "11_pingpong"))
+    for run, *names in timed:
+        for name in names:
+            store.append(folder / f"{run}.jsonl", measurement(name, first, run=run))
+    shown, out = select.load("nvidia-h200", tmp_path), content.Output(root=tmp_path / "generated")
+    content._stage_page(out, STAGES["09_wgmma"], shown, tmp_path)
+    text = (out.root / "snippets" / "stages" / "09_wgmma.md").read_text(encoding="utf-8")
+    gain = tables.times(select.speedup(*predictions.pair(shown, first, "09_wgmma", "08_swizzle")))
+    assert f": **{gain}** over `08_swizzle`, in a run that timed both" in text
+    assert re.search(rf"\| {re.escape(first.label)} \| \S+ \| {gain} \|", text)
 
 
 def test_what_another_session_timed_says_so(tmp_path: Path) -> None:

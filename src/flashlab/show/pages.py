@@ -567,7 +567,7 @@ def _stage_page(out: Output, stage: Stage, shown: Results, data: Path) -> None:
 EVERY_PROBLEM = (
     Column("problem", "problem.label"),
     Column("burst TFLOP/s", lambda item: item["burst"]["tflops"] if item["row"].status == "ok" else item["row"].status),
-    Column("over parent", "burst.over_parent", times),
+    Column("over parent", "gain", times),
     Column("of the fastest library", "burst.percent_of_best", percent),
     Column("sustained TFLOP/s", "sustained.tflops"),
     Column("of the fastest library", "sustained.percent_of_best", percent),
@@ -588,6 +588,7 @@ def _measured(out: Output, stage: Stage, shown: Results, data: Path) -> dict[str
         {
             "problem": problem,
             "row": mine,
+            "gain": select.speedup(*predictions.pair(shown, problem, stage.id, stage.parent)) if stage.parent else None,
             **{
                 regime: tables.line(mine, of_problem, libraries=of[problem.dtype], regime=regime)
                 for regime in get_args(Regime)
@@ -605,6 +606,7 @@ def _measured(out: Output, stage: Stage, shown: Results, data: Path) -> dict[str
         if cubin and problem != shown.first and dataclasses.replace(problem, dtype=shown.first.dtype) == shown.first:
             cubins[f"{stage.id} {problem.dtype}"] = cubin
     return {
+        "gain": next(item["gain"] for item in items if item["problem"] == shown.first),
         **{"row": row, "parent": parent, "peer": peer, "line": tables.line(row, rows, libraries=of[shown.first.dtype])},
         **{"every_problem": EVERY_PROBLEM, "problems": items, "sets": _sets(of), "cubins": cubins},
         "costs": tables.costs([timed for timed in (row, parent, peer) if timed and timed.samples]),
