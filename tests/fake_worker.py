@@ -40,6 +40,8 @@ def act(what):
     if what == "unknown":
         send({"type": "dance"})
         time.sleep(600)
+    if what == "missing":
+        send({"type": "missing", "what": "sdpa in a CUDA graph", "reason": "not permitted when stream is capturing"})
     if what == "orphan":  # dies, while a process that it started lives on and holds the pipe open
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=(pipe.fileno(),))
         os._exit(5)

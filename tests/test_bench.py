@@ -188,6 +188,14 @@ def test_a_ceiling_that_kills_its_worker_is_left_out(tmp_path: Path, fake: Any) 
     assert set(_statuses(run).values()) == {"ok"}
 
 
+def test_a_state_that_cannot_be_timed_is_noted_and_costs_no_row(tmp_path: Path, fake: Any) -> None:
+    notes: list[str] = []
+    run = _run(tmp_path, fake(sdpa="missing"), note=notes.append)
+    assert set(_statuses(run).values()) == {"ok"}
+    assert notes == ["sdpa in a CUDA graph not measured: not permitted when stream is capturing"] * 2
+    assert len(_jobs(tmp_path)) == 1, "no worker had to start anew"
+
+
 def test_a_forgotten_implementation_gets_a_row(tmp_path: Path, fake: Any) -> None:
     run = _run(tmp_path, fake(forget=["sdpa"]))
     assert _statuses(run)["full", "sdpa"] == "error"
@@ -462,6 +470,7 @@ def test_calls_of_few_query_rows_are_timed_on_copies_in_turn_as_many_as_l2_forge
 def test_a_call_in_a_step_is_what_its_graph_takes_longer_than_the_kernels_that_write_q() -> None:
     fake = FakeGpu({"stage": 100.0, "library": 110.0})
     captured: list[str] = []
+    refused = "library"
     behind_us = 3.0
 
     class Graph:
@@ -471,7 +480,7 @@ def test_a_call_in_a_step_is_what_its_graph_takes_longer_than_the_kernels_that_w
     def graph(made: Graph, stream: object) -> Iterator[None]:
         captured.clear()
         yield
-        if "library" in captured:
+        if refused in captured:
             raise RuntimeError("operation not permitted when stream is capturing")
         name = f"graph {len(fake.call_us)}"
         fake.call_us[name] = sum(behind_us if one == "q" else fake.call_us[one] + 0.5 for one in captured)
@@ -501,6 +510,9 @@ def test_a_call_in_a_step_is_what_its_graph_takes_longer_than_the_kernels_that_w
     assert (hot["cache"], step["cache"]) == ("hot", "step")
     assert step["time_us"] == pytest.approx([100.5] * 4)
     assert step["calls"] % 8 == 0
+    refused = "q"  # with nothing to subtract, no call has a time in a step
+    worker.time(0, PROBLEMS[0], ready, plan, (q, None, None), [()])
+    assert [len(m["row"]["samples"]) for m in sent[-2:]] == [1, 1]
 
 
 def test_second_rows_take_turns_in_hot_bursts_and_the_fastest_is_kept_busy() -> None:

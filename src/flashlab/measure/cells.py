@@ -102,6 +102,9 @@ def supervise(
         if kind == "hello":
             book.hello(message)
             return
+        if kind == "missing":  # a state of a row, which the row then lacks
+            options.note(f"{message['what']} not measured: {message['reason']}")
+            return
         if kind not in ("step", "row"):
             raise KeyError(kind)
         cell, name = left[message["cell"]], message["name"]

@@ -365,13 +365,16 @@ class BenchWorker(GpuWorker):
         count = -(-STEP_CALLS // copies) * copies
         graphs: dict[str, Run] = {}
         for name, runs in {_ALONE: [lambda: None], **calls}.items():
-            with self.attempt(f"{name} in a CUDA graph", survive=True):
+            self.step(cell, name, "capture a CUDA graph")
+            with self.attempt(f"{name or 'a step'} in a CUDA graph", survive=True):
                 graph = cuda.CUDAGraph()
                 with cuda.graph(graph, stream=cuda.current_stream(self.device)):
                     for run in itertools.islice(itertools.cycle(runs), count):
                         q.mul_(1)
                         run()
                 graphs[name] = graph.replay
+        if _ALONE not in graphs:
+            return {}
         taken = self._burst(timer, graphs, cell, "step", plan.step_samples, plan.min_samples, plan.cap_s)
         alone_us = taken.pop(_ALONE).median_us
         return {
