@@ -9,6 +9,7 @@ import struct
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +18,7 @@ from cuda import pathfinder
 from cuda.bindings import nvrtc
 from shared import REPORTED, a_variant_elsewhere, ends_of, one_type_a_head_dim, part_of, parts_of, tiers
 
-from flashlab.build import compiler
+from flashlab.build import cache, compiler
 from flashlab.build.compiler import Cubin, Job, LaunchShape
 from flashlab.core.errors import (
     CompileError,
@@ -633,6 +634,21 @@ def test_processes_share_a_cache(empty_cache: Path) -> None:
     assert outputs[0] == outputs[1]
     assert len(set(outputs[0].split())) == 2
     assert len(list(empty_cache.iterdir())) == 2, "no entry lost, no temporary file left"
+
+
+def test_what_another_thread_makes_is_waited_for_and_not_made_again(empty_cache: Path) -> None:
+    made: list[Path] = []
+
+    def make(folder: Path) -> dict[str, object]:
+        made.append(folder)
+        time.sleep(0.2)  # the other threads wait at the lock
+        (folder / "file").touch()
+        return {}
+
+    with ThreadPoolExecutor(3) as pool:
+        entries = list(pool.map(lambda _: cache.entry("cubins", "key", ["file"], make), range(3)))
+    assert len(made) == 1
+    assert sorted(entry.cached for entry in entries) == [False, True, True]
 
 
 def test_an_unwritable_cache_is_named(tmp_path: Path, read_only_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

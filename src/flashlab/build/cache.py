@@ -62,7 +62,7 @@ def entry(kind: str, key: object, files: Sequence[str], make: Callable[[Path], M
     writable_dir(folder.parent, "the compile cache (the environment variable FLASHLAB_CACHE names another)")
     with _locked(folder.with_name(f"{folder.name}.lock")):
         facts = _read(folder, files)
-        made = Entry(folder, facts or _make(folder, files, make), cached=facts is not None)
+        made = Entry(folder, _make(folder, files, make) if facts is None else facts, cached=facts is not None)
     _trim()
     return made
 
