@@ -8,6 +8,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
@@ -861,6 +862,7 @@ def test_a_check_that_was_cut_off_goes_on_in_its_file(
     how["options"] = replace(options, resume=True, note=said.append)
     begun = check.check_stages(["00_naive"], lengths=[(1, 1)], **how)
     assert begun.path is not None
+    begun.path.write_bytes(begun.path.read_bytes().removesuffix(b"\n"))  # a crash left out the end of a line
     lengths = [(1, 1), (65, 17)]
     rest = check.check_stages(["00_naive", "01_coalesced"], lengths=lengths, **how)
     assert rest.path == begun.path
@@ -874,6 +876,19 @@ def test_a_check_that_was_cut_off_goes_on_in_its_file(
     assert said == ["all of it is on record; nothing was checked"]
     source = source.model_copy(update={"commit": "f" * 40})
     assert check.check_stages(["00_naive"], lengths=[(1, 1)], **how).path not in (None, begun.path)
+
+
+def test_a_case_is_not_written_while_another_process_seals_the_folder(tmp_path: Path) -> None:
+    path = tmp_path / "test-gpu" / "checks" / "20260105T000000Z-0123abc-4f2a91.jsonl"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    rows = [CheckRow(stage="00_naive", problem=PROBLEMS[0], status="ok", verdict=PASSED)]
+    with ThreadPoolExecutor() as pool:
+        with store.locked(tmp_path / "test-gpu"):
+            written = pool.submit(check._append, SimpleNamespace(path=path), rows)
+            assert wait([written], timeout=0.2).not_done
+        written.result()
+    assert json.loads(path.read_bytes())["ok"].keys() == {"00_naive"}
 
 
 def test_checks_without_a_folder_leave_nothing_behind(tmp_path: Path, fake: Any) -> None:

@@ -150,8 +150,7 @@ def _append(book: Book, rows: Sequence[CheckRow]) -> None:
     lines = [case_line(rows)]
     if not book.path.exists():
         lines.insert(0, Header(**book.header()).line())
-    with book.path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+    store.append_lines(book.path, "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
 
 
 # --- The worker -------------------------------------------------------------------------------------------------------

@@ -105,22 +105,27 @@ class Damage:
 
 
 def append(path: Path, record: BaseModel) -> None:
-    """Append a record to a file of its kind and flush it to disk.
+    """Append a record to a file of its kind, as `append_lines` does."""
+    append_lines(path, schema.to_line(record))
+
+
+def append_lines(path: Path, lines: str) -> None:
+    """Append whole lines to a file of records and flush them to disk.
 
     Locks the folder of the GPU, so that no process that writes CHECKSUMS reads a partial line.
     """
     with locked(path.parents[1]):
-        _append(path, record)
+        _append(path, lines)
 
 
-def _append(path: Path, record: BaseModel) -> None:
+def _append(path: Path, lines: str) -> None:
     with path.open("a+b") as file:
         # A line cut short by a crash must cost itself only, not the record after it.
         if file.tell():
             file.seek(-1, os.SEEK_END)
             if file.read(1) != b"\n":
                 file.write(b"\n")
-        file.write(schema.to_line(record).encode("utf-8"))
+        file.write(lines.encode("utf-8"))
         file.flush()
         os.fsync(file.fileno())
 
@@ -694,7 +699,7 @@ def _set_aside(mend: Mend, folder: Path, sums: dict[str, str]) -> None:
     name = mend.path.relative_to(folder).as_posix()
     for number, raw in mend.torn.items():
         text = raw.decode("utf-8", errors="replace").replace("\0", "")
-        _append(aside, schema.Aside(file=name, line=number, text=text))
+        _append(aside, schema.to_line(schema.Aside(file=name, line=number, text=text)))
     sums[aside.relative_to(folder).as_posix()] = digest(aside.read_bytes())
     lines = mend.path.read_bytes().split(b"\n")
     kept = [raw for number, raw in enumerate(lines, start=1) if raw and number not in mend.torn]
