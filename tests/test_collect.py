@@ -74,6 +74,30 @@ def test_runs_are_taken_over_once(tmp_path: Path) -> None:
         collect([tmp_path / "third"], new, commit="fedcba9")
 
 
+@pytest.mark.parametrize("longer_first", [True, False])
+def test_of_two_copies_of_a_run_the_longer_is_taken(longer_first: bool, tmp_path: Path) -> None:
+    longer = elsewhere(tmp_path / "longer")
+    shutil.copytree(longer, shorter := tmp_path / "shorter")
+    path = shorter / SLUG / "runs" / f"{OTHER}.jsonl"
+    path.write_bytes(path.read_bytes().partition(b"\n")[0] + b"\n")
+    (shorter / SLUG / "CHECKSUMS").unlink()
+    store.write_checksums(SLUG, shorter)
+    folders = [longer, shorter] if longer_first else [shorter, longer]
+    collect(folders, tmp_path / "data")
+    runs = [folder / SLUG / "runs" / f"{OTHER}.jsonl" for folder in (tmp_path / "data", longer)]
+    assert runs[0].read_bytes() == runs[1].read_bytes()
+    shift(path)
+    with pytest.raises(DamagedRecordError, match="one of them was changed"):
+        collect(folders, tmp_path / "new")
+
+
+def test_a_prefix_of_a_commit_does_not_select_runs_by_their_random_suffix(tmp_path: Path) -> None:
+    other = elsewhere(tmp_path / "other")
+    with pytest.raises(NoDataError, match="wanted runs of commit 4f2a"):
+        collect([other], tmp_path / "data", commit="4f2a")
+    assert collect([other], tmp_path / "data", commit="0123")[0].taken == (f"runs/{OTHER}.jsonl",)
+
+
 def test_runs_that_came_without_their_checksums_are_taken_once_repaired(tmp_path: Path) -> None:
     other = elsewhere(tmp_path / "other")
     for name in ("CHECKSUMS", "machine.json"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import shutil
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,27 +45,28 @@ def collect(folders: Sequence[Path], data: Path = DATA, *, commit: str = "") -> 
         OutputError: `data` is not writable.
     """
     collected = []
-    plan: list[tuple[Path, Path]] = []
+    plan: dict[Path, Path] = {}
     for source in (gpu for folder in folders for gpu in _gpus_in(folder)):
         gpu = source.name
         if damage := store.verify(gpu, source.parent):
             works = f"`flashlab repair --data {source.parent}` makes what a copy left out, and names what was changed"
             raise DamagedRecordError(f"{_refused(source, 'sound records', damage)}. {works}")
         files = [path for path in store.record_files(gpu, source.parent) if path.suffix == ".jsonl"]
-        files = [path for path in files if f"-{commit[:7]}" in path.stem]
+        files = [path for path in files if path.stem.partition("-")[2].startswith(commit[:7])]
         here = {path: data / gpu / path.relative_to(source) for path in files}
-        new = {path: target for path, target in here.items() if not _is_there(path, target)}
+        # Another folder may have another copy of a run.
+        new = {path: target for path, target in here.items() if not _is_there(path, plan.get(target, target))}
         _of_one_commit(source, new)
-        plan += new.items()
+        plan |= {target: path for path, target in new.items()}
         names = {path: path.relative_to(source).as_posix() for path in files}
         taken, known = ([names[path] for path in files if (path in new) == is_new] for is_new in (True, False))
         collected.append(Collected(gpu=gpu, folder=source, taken=tuple(taken), known=tuple(known)))
         if new and not (data / gpu / "machine.json").is_file():
-            plan.append((source / "machine.json", data / gpu / "machine.json"))
+            plan[data / gpu / "machine.json"] = source / "machine.json"
     if commit and not any(result.taken or result.known for result in collected):
         raise NoDataError(f"wanted runs of commit {commit} in {', '.join(map(str, folders))}, found none")
     _rehearse(plan, data)
-    for path, target in plan:
+    for target, path in plan.items():
         writable_dir(target.parent, "records")
         shutil.copyfile(path, target)
     for gpu in {result.gpu for result in collected if result.taken}:
@@ -116,16 +117,16 @@ def _of_one_commit(source: Path, new: Iterable[Path]) -> None:
         )
 
 
-def _rehearse(plan: Sequence[tuple[Path, Path]], data: Path) -> None:
+def _rehearse(plan: Mapping[Path, Path], data: Path) -> None:
     """Raise `DamagedRecordError` if the new files would make the folder invalid, e.g. by duplicating a run."""
     with tempfile.TemporaryDirectory(prefix="flashlab-") as name:
-        for gpu in {target.relative_to(data).parts[0] for _, target in plan}:
+        for gpu in {target.relative_to(data).parts[0] for target in plan}:
             scratch = Path(name) / gpu
             scratch.mkdir()
             if (data / gpu).is_dir():
                 shutil.copytree(data / gpu, scratch, dirs_exist_ok=True)
             before = {str(fault.path) + fault.reason for fault in store.verify(gpu, Path(name))}
-            for path, target in plan:
+            for target, path in plan.items():
                 if data / gpu in target.parents:
                     copy = Path(name) / target.relative_to(data)
                     copy.parent.mkdir(parents=True, exist_ok=True)
