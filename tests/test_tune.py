@@ -187,6 +187,17 @@ def test_with_several_problems_the_geometric_mean_decides() -> None:
     assert tune.rank(rows, (PROBLEM, long)) == [b, a]
 
 
+def test_few_rows_are_ranked_as_the_table_counts_them() -> None:
+    problem = Problem.parse("1x2x2x1x130x64")
+    a, b = STAGE.parameters(64), STAGE.parameters(64, {"WARPS": 2})
+    rows = []
+    for variant, hot_us, step_us in ((a, 10.0, 30.0), (b, 20.0, 25.0)):
+        row = record(variant, hot_us, problem=problem)
+        step = row.samples[0].model_copy(update={"cache": "step", "time_us": (step_us,)})
+        rows.append(row.model_copy(update={"samples": (*row.samples, step)}))
+    assert tune.rank(rows, [problem]) == [b, a]
+
+
 def test_a_newer_round_replaces_the_choice_even_where_it_is_slower(tmp_path: Path) -> None:
     folder = tmp_path / "nvidia-h200" / "tuning"
     folder.mkdir(parents=True)

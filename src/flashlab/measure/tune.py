@@ -33,13 +33,13 @@ from flashlab.core.arithmetic import several
 from flashlab.core.errors import CompileError, ParameterError
 from flashlab.core.inputs import NORMAL
 from flashlab.core.paths import DATA
-from flashlab.core.problem import FIRST_SHAPE, MASKS, DType, Mask, Problem
+from flashlab.core.problem import AS_IN_A_MODEL, FIRST_SHAPE, MASKS, Cache, DType, Mask, Problem
 from flashlab.kernels import peers, registry
 from flashlab.kernels.registry import Implementation, Stage
 from flashlab.measure import bench
 from flashlab.measure.options import BURSTS, OPTIONS, Options, Plan
 from flashlab.record import schema, store
-from flashlab.record.schema import Tuning
+from flashlab.record.schema import Measurement, Samples, Tuning
 from flashlab.run import choice, gpu
 
 Variant = dict[str, int]
@@ -433,12 +433,24 @@ def estimate_s(tasks: Sequence[Task]) -> float:
     return _START_S + sum(_EACH_S + _CHECK_S * checked / _CHECKED_SCORES for checked in scores)
 
 
+def cache_of(record: schema.Timed) -> Cache:
+    """The cache state whose time is used: for few query rows, the one most like calls in a model."""
+    few = record.problem.q_len < peers.FEW_ROWS
+    return next((cache for cache in AS_IN_A_MODEL if few and record.samples_of("burst", cache)), "hot")
+
+
+def counted(record: Tuning | Measurement) -> Samples:
+    """The samples in the state of `cache_of`, of a record that is ok."""
+    samples = record.samples_of("burst", cache_of(record))
+    assert samples is not None, "a record that is ok has burst samples"
+    return samples
+
+
 def rank(tunings: Iterable[Tuning], problems: Sequence[Problem]) -> list[Variant]:
     """Rank the variants that are correct on all problems by the geometric mean of their median times, fastest first."""
     medians: dict[Items, dict[Problem, float]] = {}
     for record in tunings:
-        samples = record.samples_of()
-        if record.status == "ok" and samples is not None:
-            medians.setdefault(items(record.parameters), {})[record.problem] = samples.median_us
+        if record.status == "ok":
+            medians.setdefault(items(record.parameters), {})[record.problem] = counted(record).median_us
     times = {key: geometric_mean(of.values()) for key, of in medians.items() if of.keys() >= set(problems)}
     return [dict(key) for key in sorted(times, key=lambda key: times[key])]

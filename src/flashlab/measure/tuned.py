@@ -14,14 +14,14 @@ from pathlib import Path
 
 from flashlab.core.errors import NoDataError
 from flashlab.core.paths import DATA
-from flashlab.core.problem import AS_IN_A_MODEL, Cache, Problem
+from flashlab.core.problem import Problem
 from flashlab.kernels import registry
-from flashlab.kernels.peers import BESIDE, FEW_ROWS
+from flashlab.kernels.peers import BESIDE
 from flashlab.kernels.registry import arch_for
-from flashlab.measure.tune import Items, Key, items
+from flashlab.measure.tune import Items, Key, cache_of, counted, items
 from flashlab.query.rows import grouped
 from flashlab.record import schema, store
-from flashlab.record.schema import ChoiceRow, Measurement, Samples, Tuning
+from flashlab.record.schema import ChoiceRow, Measurement, Tuning
 from flashlab.run import choice
 from flashlab.run.choice import Choice
 
@@ -47,11 +47,11 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
     measured = store.measurements(gpu_slug, data)
     nearest: dict[Problem, int] = {}
     for each in (*tunings, *measured):
-        place = choice.from_a_model(_timed(each))
+        place = choice.from_a_model(cache_of(each))
         nearest[each.problem] = min(nearest.get(each.problem, place), place)
 
     def counts(record: Tuning | Measurement) -> bool:
-        return choice.from_a_model(_timed(record)) == nearest[record.problem] and _plain(record.problem)
+        return choice.from_a_model(cache_of(record)) == nearest[record.problem] and _plain(record.problem)
 
     rounds: dict[Key, dict[str, list[Tuning]]] = {}
     for record in tunings:
@@ -61,7 +61,7 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
     made = []
     for key, by_run in rounds.items():
         of_round = by_run[max(by_run)]
-        best = min(of_round, key=lambda tuning: _taken(tuning).median_us)
+        best = min(of_round, key=lambda tuning: counted(tuning).median_us)
         made.append(_row(key, best.parameters, best, variants=len(of_round)))
     able = [
         measurement
@@ -86,26 +86,14 @@ def _plain(problem: Problem) -> bool:
     return problem == Problem.parse(problem.shape, dtype=problem.dtype, mask=problem.mask)
 
 
-def _timed(record: schema.Timed) -> Cache:
-    """The cache state whose time is used: for few query rows, the one most like calls in a model."""
-    few = record.problem.q_len < FEW_ROWS
-    return next((cache for cache in AS_IN_A_MODEL if few and record.samples_of("burst", cache)), "hot")
-
-
-def _taken(record: Tuning | Measurement) -> Samples:
-    samples = record.samples_of("burst", _timed(record))
-    assert samples is not None, "a record that is ok has burst samples"
-    return samples
-
-
 def _row(key: Key, parameters: Mapping[str, int], record: Tuning | Measurement, *, variants: int) -> ChoiceRow:
     assert record.cubin is not None
     return ChoiceRow(
         stage=key.stage,
         **{name: getattr(key.problem, name) for name in ("shape", "mask", "dtype")},
         parameters=dict(parameters),
-        time_us=round(_taken(record).median_us, 3),
-        timed=_timed(record),
+        time_us=round(counted(record).median_us, 3),
+        timed=cache_of(record),
         tile_q=record.cubin.tile_q,
         variants=variants,
         run=record.run,
@@ -187,12 +175,12 @@ def held_against(gpu_slug: str, data: Path = DATA) -> list[Held]:
         if record.status == "ok":
             tuning_runs.add(record.run)
             of_run = times.setdefault(record.problem, {}).setdefault(record.run, {})
-            of_run[record.stage, items(record.parameters)] = _taken(record).median_us
+            of_run[record.stage, items(record.parameters)] = counted(record).median_us
     for row in store.measurements(gpu_slug, data):
         if row.status == "ok" and row.samples_of() is not None:
             of_run = times.setdefault(row.problem, {}).setdefault(row.run, {})
             name = row.name.partition("[")[0]  # of a named variant: its tunables are the kernel's
-            of_run[name, items(row.cubin.parameters if row.cubin else {})] = _taken(row).median_us
+            of_run[name, items(row.cubin.parameters if row.cubin else {})] = counted(row).median_us
     compared = []
     for problem, by_run in times.items():
         library = (BESIDE, items({}))
