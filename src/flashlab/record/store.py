@@ -31,6 +31,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import gc
 import hashlib
 import json
 import os
@@ -140,7 +141,20 @@ class Line:
     """From 1."""
 
 
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Pause the garbage collector, which would walk the growing heap of records, all in use, again and again."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 @lru_cache(maxsize=1024)
+@_uncollected()
 def _parsed(
     path: Path, parse: Callable[[bytes], Any], _: tuple[int, ...]
 ) -> tuple[tuple[Line, ...], tuple[Damage, ...]]:
