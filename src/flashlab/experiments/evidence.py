@@ -31,7 +31,7 @@ from flashlab.kernels import peers, registry
 from flashlab.measure import ceilings
 from flashlab.query import roofline, select
 from flashlab.query.kinship import MODELS
-from flashlab.query.statistics import Estimate, Statistic, over_starts, ratio_of_medians
+from flashlab.query.statistics import Estimate, Statistic, median, over_starts, ratio_of_medians
 from flashlab.record import store
 from flashlab.record.schema import Call, Ceiling, Measurement, Timed
 from flashlab.show import tables
@@ -427,7 +427,7 @@ def time(records: Records, entry: Entry) -> Finding:
     """Microseconds per call of each name, divided by `per`."""
     groups = [records.named(entry, group) for group in entry.of]
     each = [[(row,) for row in of_name] for starts in groups for of_name in zip(*starts, strict=True)]
-    return Finding(tuple(_over(np.median, starts).scaled(1 / entry.per) for starts in each), _rows(groups))
+    return Finding(tuple(_over(median, starts).scaled(1 / entry.per) for starts in each), _rows(groups))
 
 
 QUANTITIES["call_time"] = (True, "", time)
@@ -472,7 +472,7 @@ def time_shares(records: Records, entry: Entry) -> Finding:
     starts = records.named(entry, entry.operands)
 
     def share(whole_us: Any, without_us: Any, axis: int) -> Any:
-        return 1 - np.median(without_us, axis=axis) / np.median(whole_us, axis=axis)
+        return 1 - ratio_of_medians(without_us, whole_us, axis=axis)
 
     whole, *parts = zip(*starts, strict=True)
     shares = [_over(share, list(zip(whole, part, strict=True))).scaled(100) for part in parts]
