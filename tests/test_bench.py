@@ -1158,3 +1158,19 @@ def test_what_is_on_record_for_the_same_code_is_left_out(tmp_path: Path) -> None
         for one in known
     ]
     assert bench.not_on_record(cells[:1], named, lacking, code, busy) == {problem: {"sdpa", "02_half2"}}
+    # The second rows, with the log-sum-exp.
+    both, stages = replace(plan, lse=True), ("00_naive", "01_coalesced", "02_half2")
+    second = [one.model_copy(update={"lse": True}) for one in known if one.name in stages]
+    assert bench.not_on_record(cells[:1], named, [*known, *second], code, both) == {}
+    assert bench.not_on_record(cells[:1], named, [*known, *second[1:]], code, both) == {
+        problem: {"00_naive", "02_half2", "sdpa", "fa3"}
+    }
+    assert bench.not_on_record(cells[:1], named, [*second, known[3], *known[4:]], code, plan)[problem] >= {*stages}
+    # Few query rows are timed on other keys and values in each call too.
+    few = Problem.parse("1x2x2x1x64x64")
+    names = {"sdpa": named["sdpa"]}
+    hot = row("sdpa", problem=few)
+    turned = hot.samples[0].model_copy(update={"cache": "rotating"})
+    assert bench.not_on_record([(few, ["sdpa"])], names, [hot], {}, plan) == {few: {"sdpa"}}
+    rotated = hot.model_copy(update={"samples": (*hot.samples, turned)})
+    assert bench.not_on_record([(few, ["sdpa"])], names, [rotated], {}, plan) == {}

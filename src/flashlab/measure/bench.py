@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -285,8 +285,7 @@ def _left(
     gpu.require()
     here, cells = gpu.info(options.device), list(names.items())
     code = compile_for(named, cells, arch=here.arch, slug=here.slug)
-    known = [row for row in on_record(Measurement, options) if not row.with_lse]
-    todo = not_on_record(cells, named, known, code, plan)
+    todo = not_on_record(cells, named, on_record(Measurement, options), code, plan)
     return {at: [name for name in some if name in todo[at]] for at, some in cells if at in todo}
 
 
@@ -351,29 +350,31 @@ _NAMING = ("axis", "level", "stage", "left_out")
 def not_on_record(
     cells: Sequence[tuple[Problem, Sequence[str]]],
     named: Mapping[str, Implementation],
-    known: Iterable[Measurement],
+    known: Sequence[Measurement],
     code: Mapping[tuple[Problem, str], compiler.Cubin | CompileError],
     plan: Plan,
 ) -> dict[Problem, frozenset[str]]:
     """Names of `cells` without a valid row in `known`, by problem; `code` is the current machine code of stages."""
+    second = {(row.problem, row.cubin.sha256) for row in known if row.with_lse and row.cubin}
 
     def stands(row: Measurement, name: str) -> bool:
         implementation, problem = named[name], row.problem
         if row.status in ("unsupported", "missing"):
             return (problem, name) not in code
-        wanted: dict[Cache, int] = {"cold": plan.cold_samples, "step": plan.step_samples}
+        states: dict[Cache, int] = {"cold": plan.cold_samples, "step": plan.step_samples}
+        states["rotating"] = plan.rotates(problem)
         if row.status != "ok" or any(
-            count and row.samples_of("burst", cache) is None for cache, count in wanted.items()
+            count and row.samples_of("burst", cache) is None for cache, count in states.items()
         ):
             return False
         if plan.sustains(problem, name) and row.samples_of("sustained") is None:
             return False
-        cubin = code.get((problem, name))
-        return implementation.kind == "peer" or (
-            isinstance(cubin, compiler.Cubin) and row.cubin is not None and row.cubin.sha256 == cubin.sha256
-        )
+        cubin, sha256 = code.get((problem, name)), row.cubin and row.cubin.sha256
+        same = isinstance(cubin, compiler.Cubin) and cubin.sha256 == sha256
+        return implementation.kind == "peer" or (same and (not plan.lse or (problem, sha256) in second))
 
-    done = {(row.problem, row.name) for row in known if row.name in named and stands(row, row.name)}
+    first = (row for row in known if row.name in named and not row.with_lse)
+    done = {(row.problem, row.name) for row in first if stands(row, row.name)}
     left = {}
     for problem, names in cells:
         lacking = {name for name in names if (problem, name) not in done}
