@@ -151,7 +151,7 @@ def data_links(files: Iterable[str], page: str, *, named: bool = False) -> list[
 def published(file: str) -> str:
     """The path from docs_dir of the site's copy of a file in data/; large kinds of files are compressed.
 
-    Runs by gzip, which a browser unpacks for the explorer; others by xz, which is a quarter smaller.
+    Runs by gzip, which a browser unpacks for the explorer; others by xz, which is smaller.
     """
     if not file.endswith((".jsonl", "/tuned.json", "/verdicts.json")):
         return f"generated/data/{file}"
@@ -934,7 +934,12 @@ def check_records(out: Output, everything: Sequence[Results], data: Path) -> Non
     out.snippet("sanitizer.md", "\n\n".join(sanitized) if sanitized else NO_SANITIZER)
 
 
-_PACKED: Mapping[str, Callable[[bytes], bytes]] = {".gz": partial(gzip.compress, mtime=0), ".xz": lzma.compress}
+_XZ_PRESET = 2
+"""A quarter of the default preset's time, for a sixth more bytes."""
+_PACKED: Mapping[str, Callable[[bytes], bytes]] = {
+    ".gz": partial(gzip.compress, mtime=0),
+    ".xz": partial(lzma.compress, preset=_XZ_PRESET),
+}
 
 
 def _downloads(out: Output, data: Path, gpu: str) -> None:
@@ -995,7 +1000,7 @@ def _type_name(annotation: object) -> str:
 def _write_csv(path: Path, columns: Mapping[str, str], lines: Sequence[Mapping[str, object]]) -> None:
     """Write a compressed table, deterministically."""
     table = pd.DataFrame(lines, columns=list(columns), dtype=object)
-    table.to_csv(path, index=False, lineterminator="\r\n", compression="xz")
+    table.to_csv(path, index=False, lineterminator="\r\n", compression={"method": "xz", "preset": _XZ_PRESET})
 
 
 _TEMPLATES.globals |= {
