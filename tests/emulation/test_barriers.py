@@ -70,3 +70,9 @@ def test_barrier_zero_with_another_number_is_misuse(schedule: str) -> None:
     body = "if (threadIdx.x < 64) { __syncthreads(); } else { ptx::bar_sync(0, 64); }"
     with pytest.raises(EmulationError, match="wanted one number of threads for a barrier"):
         launch(body, threads=96, schedule=schedule)
+
+
+@pytest.mark.parametrize("threads", [1, 1024])
+def test_a_polling_loop_may_idle_as_long_whatever_the_number_of_threads(threads: int) -> None:
+    report = launch("for (int i = 0; i < 1000; ++i) __nanosleep(1);\nout[threadIdx.x] = 1;", threads=threads)
+    assert report.status == "ok", report.message

@@ -26,7 +26,7 @@ thread_local Block* the_block = nullptr;
 namespace {
 
 constexpr unsigned char POISON = 0xff;            // NaN in every floating-point type
-constexpr int MAX_IDLE_ROUNDS = 20000;            // without progress, summed over held threads, before it is a deadlock
+constexpr int MAX_IDLE_ROUNDS = 5000;             // consecutive rounds without progress before polling loops are a deadlock
 constexpr unsigned GREED = 4;                     // under a seeded schedule a warp continues with probability 1 - 1 / GREED
 
 Block& block() { return *the_block; }
@@ -620,12 +620,10 @@ bool Block::run_round() {
     } while (moved && (launch->schedule != Schedule::seeded || draw(GREED)));
   }
   // A round in which threads are only held back is not yet a deadlock: a later round resumes them. MAX_IDLE_ROUNDS limits this.
-  if (!any) {
-    for (const Thread& t : threads) any |= t.state == Thread::State::runnable && t.held_until > round && ++idle_rounds < MAX_IDLE_ROUNDS;
-  } else {
-    idle_rounds = 0;
-  }
-  return any;
+  idle_rounds = any ? 0 : idle_rounds + 1;
+  return any || (idle_rounds < MAX_IDLE_ROUNDS && std::any_of(threads.begin(), threads.end(), [&](const Thread& t) {
+    return t.state == Thread::State::runnable && t.held_until > round;
+  }));
 }
 
 void Block::finish() {
