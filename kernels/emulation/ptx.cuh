@@ -49,7 +49,7 @@ EMULATED inline void store_matrices(void* const (&of_lane)[WARP]) {
 
 __forceinline__ bool names_matrix_row(const void* row, int count, const char* name) {
   if (lane_id() >= count * MATRIX_ROWS) return false;   // its address is ignored
-  if (!is_shared(row)) fail("%s: wanted the address of a row in shared memory, got %p, which is not in it", name, row);
+  if (!is_shared(row)) fail("%s: wanted the address of a row in shared memory, got an address outside shared memory, %p", name, row);
   if (reinterpret_cast<std::uintptr_t>(row) % ROW_BYTES != 0) {
     fail("%s: wanted a row that starts on a 16-byte boundary, got shared address %u, %u bytes past one", name,
          shared_address(row), static_cast<unsigned>(reinterpret_cast<std::uintptr_t>(row) % ROW_BYTES));

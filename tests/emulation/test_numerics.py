@@ -619,8 +619,8 @@ extern "C" __global__ void kernel(unsigned char* global, int which) {
 """
 MISUSE = (
     "ldmatrix.x4: wanted a row that starts on a 16-byte boundary",
-    "ldmatrix.x1.trans: wanted the address of a row in shared memory",
-    "stmatrix.x2: wanted the address of a row in shared memory",
+    "ldmatrix.x1.trans: wanted the address of a row in shared memory, got an address outside shared memory",
+    "stmatrix.x2: wanted the address of a row in shared memory, got an address outside shared memory",
     "load_matrix_sync: wanted a matrix that starts on a 32-byte boundary",
     "load_matrix_sync: wanted a leading dimension that is a multiple of 8 elements (16 bytes), got 20",
 )

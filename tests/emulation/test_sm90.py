@@ -63,10 +63,10 @@ def test_copies_and_barriers(schedule: str, hooks: bool) -> None:
 # --- misuse -----------------------------------------------------------------------------------------------------------
 
 MISUSE = {
-    "UNINITIALISED": "memory that mbarrier_init has not made one",
+    "UNINITIALISED": "that mbarrier_init has initialised, got one that it has not",
     "TWICE": "got one in use",
     "TOO_MANY_ARRIVALS": "wanted at most the 1 of 1 arrivals still pending in phase 0, got 2",
-    "TOO_FEW_BYTES": "got 16 more",
+    "TOO_FEW_BYTES": "wanted no more bytes than expect_tx announced for phase 0, got 16 more",
     "OVERWRITTEN": "something has written over it",
     "MISALIGNED_TILE": "a multiple of 128, got offset 16",
     "TILE_PAST_END": "wanted 8192 bytes of shared memory from offset 31744, got 1024",
@@ -78,6 +78,10 @@ MISUSE = {
     "TOUCHED": "got d[5] (row 18, column 9) of this thread written",
     "DESCRIPTOR_PAST_END": "wanted B inside of shared memory",
     "WARP_DIFFERS": "in all four warps of the warpgroup",
+    "COMMITS_DIFFER": "wanted all lanes of the warp to issue and commit alike, got 1 wgmma and 1 commits in lane 0, "
+    "1 and 2 in lane 3",
+    "WAIT_DIFFERS": "wanted the same number of pending groups in all lanes of the warp, got 0 and 1",
+    "FEWER_IN_A_WARP": "the same number of wgmma in all four warps of the warpgroup, got 1 in warp 3 and 2 in warp 0",
     "TOUCHED_WITHOUT_FENCE": "with element 3 written after the last one",
     "STORE_NOT_READ": "wanted cp_async_bulk_wait_group_read",
     "TOO_MANY_REGISTERS": "wanted at most the 64512 registers of the block's 384 threads, 168 each at launch",

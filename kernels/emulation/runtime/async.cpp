@@ -45,7 +45,7 @@ bool aligned(const void* pointer, unsigned alignment) { return reinterpret_cast<
 ThreadAsync& my_copies() { return state_of(*the_block).threads[static_cast<std::size_t>(current().id)]; }
 
 void want_shared(const void* pointer, std::uint32_t bytes, unsigned alignment, Place place, const char* name) {
-  if (!is_shared(pointer)) misuse(place, "%s: wanted shared memory, got %p, which is not in shared memory", name, pointer);
+  if (!is_shared(pointer)) misuse(place, "%s: wanted shared memory, got address %p, outside shared memory", name, pointer);
   if (!aligned(pointer, alignment)) {
     misuse(place, "%s: wanted a shared-memory address that is a multiple of %u, got offset %u", name, alignment,
            shared_offset(pointer));
@@ -193,7 +193,7 @@ void note(const MbarrierState& barrier, Place place) {
 
 MbarrierState& barrier_at(void* pointer, Place place, const char* name) {
   Block* owner = owner_of(pointer);
-  if (!owner) misuse(place, "%s: wanted an mbarrier in shared memory, got %p, which is not in shared memory", name, pointer);
+  if (!owner) misuse(place, "%s: wanted an mbarrier in shared memory, got address %p, outside shared memory", name, pointer);
   if (owner->live == 0)
     misuse(place, "%s: wanted a barrier of a running block, got one of block %u of the cluster, which has returned", name,
            owner->rank);
@@ -205,8 +205,8 @@ MbarrierState& barrier_at(void* pointer, Place place, const char* name) {
     }
     return *one;
   }
-  misuse(place, "%s: wanted an mbarrier at shared offset %u, got memory that mbarrier_init has not made one%s", name,
-         owner->offset_of(pointer), owner == the_block ? "" : " in the other block");
+  misuse(place, "%s: wanted an mbarrier that mbarrier_init has initialised, got one that it has not, at shared offset %u%s", name,
+         owner->offset_of(pointer), owner == the_block ? "" : " of another block");
 }
 
 void store(MbarrierState& barrier) {
@@ -219,7 +219,7 @@ bool flip(MbarrierState& barrier, Place place) {
   if (barrier.pending != 0) return false;
   if (barrier.tx < 0) {
     misuse(place,
-           "mbarrier at shared offset %u: wanted as many bytes as were expected (expect_tx) in phase %llu, got %lld more",
+           "mbarrier at shared offset %u: wanted no more bytes than expect_tx announced for phase %llu, got %lld more",
            shared_offset(barrier.word), static_cast<unsigned long long>(barrier.phase), static_cast<long long>(-barrier.tx));
   }
   if (barrier.tx != 0) return false;
@@ -828,7 +828,7 @@ void bulk_to_block(void* target_of_rank, const void* source_smem, std::uint32_t 
   want_shared(source_smem, bytes, BULK_ALIGNMENT, place, name);
   want_shared(target_of_rank, bytes, BULK_ALIGNMENT, place, name);
   if (owner_of(target_of_rank) != owner_of(barrier_of_rank))
-    misuse(place, "%s: wanted the target and the barrier in one block, got two", name);
+    misuse(place, "%s: wanted the mbarrier in the shared memory of the block that holds the target, got one elsewhere", name);
   Transfer transfer = make_transfer(Transfer::Kind::value, target_of_rank, nullptr, bytes, place);
   async_read_begin(source_smem, bytes, place, name);
   // The waiting threads are in another block, and nothing signals this block that the source has been read. So it is read at issue.
@@ -849,7 +849,7 @@ void store_async(void* target_of_rank, const void* value, unsigned bytes, void* 
   const char* name = "st.async";
   want_shared(target_of_rank, bytes, bytes, place, name);
   if (owner_of(target_of_rank) != owner_of(barrier_of_rank))
-    misuse(place, "%s: wanted the target and the barrier in one block, got two", name);
+    misuse(place, "%s: wanted the mbarrier in the shared memory of the block that holds the target, got one elsewhere", name);
   Transfer transfer = make_transfer(Transfer::Kind::value, target_of_rank, nullptr, bytes, place);
   transfer.proxy = Proxy::generic;
   transfer.data.assign(static_cast<const unsigned char*>(value), static_cast<const unsigned char*>(value) + bytes);

@@ -512,10 +512,11 @@ void land(Warp& warp, int pending, Place place) {
   for (const Lane& lane : warp.lanes) {
     if (lane.issued != first.issued || lane.groups != first.groups) {
       misuse(place,
-             "wgmma_wait_group: wanted as many wgmma and commits in all lanes of the warp, got %llu and %llu in one, %llu and "
-             "%llu in another",
+             "wgmma_wait_group: wanted all lanes of the warp to issue and commit alike, got %llu wgmma and %llu commits in lane "
+             "0, %llu and %llu in lane %d",
              static_cast<unsigned long long>(first.issued), static_cast<unsigned long long>(first.groups),
-             static_cast<unsigned long long>(lane.issued), static_cast<unsigned long long>(lane.groups));
+             static_cast<unsigned long long>(lane.issued), static_cast<unsigned long long>(lane.groups),
+             static_cast<int>(&lane - warp.lanes));
     }
   }
   const int warp_in_group = static_cast<int>(my_warp() % WARPGROUP_WARPS);
@@ -551,7 +552,8 @@ void wgmma_wait(int pending) {
   Warp& warp = state().warps[my_warp()];
   const std::uint64_t number = warp.waits;
   if (warp.waiting && warp.waiting_for != pending)
-    misuse(place, "wgmma_wait_group: wanted the same in all lanes of the warp, got %d and %d", warp.waiting_for, pending);
+    misuse(place, "wgmma_wait_group: wanted the same number of pending groups in all lanes of the warp, got %d and %d",
+           warp.waiting_for, pending);
   warp.waiting_for = pending;
   warp.waiting |= 1u << lane_id();
   the_block->moved = true;
@@ -579,7 +581,7 @@ void wgmma_block_end(WgmmaState& all) {
     const std::size_t first = i / WARPGROUP_WARPS * WARPGROUP_WARPS;
     if (all.counts[i].operations != all.counts[first].operations) {
       end(all.counts[i].place ? all.counts[i].place : all.counts[first].place,
-          "wgmma: wanted as many in all four warps of the warpgroup, got " + std::to_string(all.counts[i].operations) +
+          "wgmma: wanted the same number of wgmma in all four warps of the warpgroup, got " + std::to_string(all.counts[i].operations) +
               " in warp " + std::to_string(i) + " and " + std::to_string(all.counts[first].operations) + " in warp " +
               std::to_string(first));
     }

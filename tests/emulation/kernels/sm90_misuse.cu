@@ -11,7 +11,7 @@ enum Which {
   NONE, UNINITIALISED, TWICE, TOO_MANY_ARRIVALS, TOO_FEW_BYTES, TOO_MANY_BYTES, NEVER_EXPECTED, OVERWRITTEN, MISALIGNED_TILE,
   TILE_PAST_END, WRONG_RANK, NOT_A_MAP, NO_FENCE, NO_WAIT, NO_COMMIT, TOUCHED, DESCRIPTOR_PAST_END, WARP_DIFFERS, TOUCHED_WITHOUT_FENCE,
   STORE_NOT_READ, COUNT_TOO_HIGH, NO_RELEASE, TOO_MANY_REGISTERS, COPY_NOT_WAITED, ODD_BULK_BYTES,
-  ODD_COORDINATE, NEGATIVE_STORE,
+  ODD_COORDINATE, NEGATIVE_STORE, COMMITS_DIFFER, WAIT_DIFFERS, FEWER_IN_A_WARP,
 };
 
 extern "C" __global__ void __launch_bounds__(128, 1)
@@ -70,7 +70,18 @@ sm90_misuse(const __grid_constant__ ptx::TensorMap map, const unsigned char* in,
   ptx::wgmma_ss<64, __half>(d, ptx::make_descriptor(shared_bytes, 0, 1024, ptx::Swizzle::b128), b, true);
   if (which != NO_COMMIT) ptx::wgmma_commit_group();
   if (which == TOUCHED && thread == 40) d[5] *= 2;
-  if (which != NO_WAIT) ptx::wgmma_wait_group<0>();
+  if (which == COMMITS_DIFFER && thread % 32 == 3) ptx::wgmma_commit_group();
+  if (which == WAIT_DIFFERS && thread % 32 == 3) {
+    ptx::wgmma_wait_group<1>();
+  } else if (which != NO_WAIT) {
+    ptx::wgmma_wait_group<0>();
+  }
+  if (which == FEWER_IN_A_WARP && thread < 96) {
+    ptx::wgmma_fence();
+    ptx::wgmma_ss<64, __half>(d, ptx::make_descriptor(shared_bytes, 0, 1024, ptx::Swizzle::b128), b, true);
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<0>();
+  }
   if (which == TOUCHED_WITHOUT_FENCE) {
     d[3] += 1;
     ptx::wgmma_ss<64, __half>(d, ptx::make_descriptor(shared_bytes, 0, 1024, ptx::Swizzle::b128), b, true);
