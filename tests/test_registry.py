@@ -101,10 +101,14 @@ def test_an_unknown_parameter_is_refused_with_the_known_ones() -> None:
         stage.parameters(64, {"TILES": 3})
 
 
-@pytest.mark.parametrize("value", [-1, 1.5, True, "64"])
-def test_a_parameter_is_a_non_negative_integer(value: Any) -> None:
-    with pytest.raises(ParameterError, match="THREADS: wanted an integer from 0 to"):
+@pytest.mark.parametrize("value", [-1, 0, 1.5, True, "64"])
+def test_a_parameter_is_a_positive_integer_or_0_where_that_is_a_choice(value: Any) -> None:
+    """With TILE_KV=0 a loop over the keys would not end."""
+    with pytest.raises(ParameterError, match="THREADS: wanted an integer from 1 to"):
         get("00_naive").parameters(64, {"THREADS": value})
+    assert get("05_wmma").parameters(64, {"PADDING": 0})["PADDING"] == 0
+    with pytest.raises(ParameterError, match="PADDING: wanted an integer from 0 to"):
+        get("05_wmma").parameters(64, {"PADDING": -1})
 
 
 def test_a_tunable_may_be_any_integer() -> None:

@@ -292,14 +292,17 @@ class Stage:
         """Values of all tunables: the defaults for `head_dim`, replaced by `overrides`, which may include `ablations`.
 
         Raises:
-            ParameterError: an override is not a tunable of this stage, or not an integer.
+            ParameterError: an override is not a tunable of this stage, not an integer, or 0 where that is not a choice.
         """
+        known = {**self.params, **self.ablations}
         values = {name: param.default_for(head_dim) for name, param in self.params.items()}
         for name, value in (overrides or {}).items():
-            if name not in values and name not in self.ablations:
+            if name not in known:
                 raise ParameterError(f"Stage {self.id} has no parameter {name!r}; it has {', '.join(values) or 'none'}")
-            if isinstance(value, bool) or not isinstance(value, Integral) or int(value) >> 31:
-                raise ParameterError(f"Stage {self.id}, {name}: wanted an integer from 0 to 2^31 - 1, got {value!r}")
+            low = int(0 not in known[name].choices)  # a loop that advances by 0 would not end
+            if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) < 2**31:
+                limits = f"{low} to 2^31 - 1"
+                raise ParameterError(f"Stage {self.id}, {name}: wanted an integer from {limits}, got {value!r}")
             values[name] = int(value)
         return {name: values[name] for name in (*self.params, *self.ablations) if name in values}
 
