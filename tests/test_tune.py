@@ -526,7 +526,7 @@ def test_the_command_says_what_it_would_try(tmp_path: Path) -> None:
     shapes = [part for shape in ("1x8x512x128", "1x8x512x64", "2x8x512x128") for part in ("--shape", shape)]
     shown = CliRunner().invoke(app, ["tune", STAGE.id, *shapes, "--mask", "full", *what[4:], "--json"])
     assert [row["head_dim"] for row in json.loads(shown.stdout)] == [64, 128], "each shape with its own head dim"
-    assert "at most so many: variants that do not compile" in shown.stderr
+    assert "the counts are upper bounds: variants that do not compile" in shown.stderr
     for wrong, why in (
         ([*what, "--shape", "1x8x512x128"], "wanted head dim 64"),
         (["tune", "d0_split_kv", "--dry-run"], "--shape: wanted one, such as 16x32x8x1x8192x64, for d0_split_kv"),

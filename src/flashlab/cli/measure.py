@@ -213,7 +213,7 @@ def tune(
             tunings.append(module.tune(stage, head_dim=dim, mask=of, dtype=of_type, **how, **where))
     if dry_run:
         answer(rows, ("stage", "head_dim", "mask", "dtype", "variants"))
-        say("at most so many: variants that do not compile are left out before any is timed")
+        say("the counts are upper bounds: variants that do not compile are left out before any is timed")
     else:
         _show_tuned(tunings)
 
