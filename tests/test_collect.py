@@ -118,6 +118,7 @@ def test_runs_that_came_without_their_checksums_are_taken_once_repaired(tmp_path
         ("other lines", "one of them was changed"),
         ("copied", r"wanted sound records with the new ones, found:\n.*the samples of runs/.* again"),
         ("empty", "which has no records"),
+        ("missing", "which does not exist"),
     ],
 )
 def test_what_cannot_be_trusted_is_refused_and_nothing_is_taken(harm: str, words: str, tmp_path: Path) -> None:
@@ -133,6 +134,8 @@ def test_what_cannot_be_trusted_is_refused_and_nothing_is_taken(harm: str, words
         shift(data / SLUG / "runs" / f"{OTHER}.jsonl")
     elif harm == "copied":
         elsewhere(data, MIXED, source={"commit": "7654321", "dirty": False})
+    elif harm == "missing":
+        other = tmp_path / "misspelled"
     elif harm == "empty":
         shutil.rmtree(other / SLUG)
     before = sorted(data.rglob("*"))

@@ -84,8 +84,9 @@ def _gpus_in(folder: Path) -> list[Path]:
     single = (folder / store.CHECKSUMS).is_file()
     gpus = [folder] if single else [folder / name for name in store.folders(folder) if store.record_files(name, folder)]
     if not gpus:
+        why = "has no records" if folder.is_dir() else "does not exist"
         raise NoDataError(
-            f"wanted a data folder of another machine, or a GPU's folder in one, got {folder}, which has no records. "
+            f"wanted a data folder of another machine, or a GPU's folder in one, got {folder}, which {why}. "
             "`flashlab repair` completes one that was cut off"
         )
     return gpus
