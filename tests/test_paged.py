@@ -344,7 +344,7 @@ def _appended(library: str, **changed: Any) -> dict[str, Any]:
     if library == "torch":
         torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
         call = {name: torch.from_numpy(x) for name, x in call.items()}
-    return call | {name: change(call[name]) for name, change in changed.items()}
+    return call | {name: change(call.get(name)) for name, change in changed.items()}
 
 
 @pytest.mark.parametrize(
@@ -409,6 +409,7 @@ def _appended(library: str, **changed: Any) -> dict[str, Any]:
             errors.LayoutError,
             "v_cache: wanted memory that may be written",
         ),
+        ("numpy", {"check": lambda _: "no"}, errors.ParameterError, "check: wanted True or False, got 'no'"),
     ],
 )
 def test_nothing_is_appended_of_arrays_that_do_not_fit(
@@ -498,6 +499,8 @@ def test_torch_tensors_and_a_cache_of_tokens_before_heads() -> None:
         ),
         ({"scale": float("nan")}, errors.ParameterError, "scale: wanted a finite number of magnitude"),
         ({"stream": 0}, errors.ParameterError, "stream: wanted None"),
+        ({"check": "no"}, errors.ParameterError, "check: wanted True or False, got 'no'"),
+        ({"check": 1}, errors.ParameterError, "check: wanted True or False, got 1"),
         (
             {"stage": READY},
             errors.UnknownStageError,

@@ -179,6 +179,13 @@ def test_wrong_numbers_are_refused_in_host_memory(changed: dict[str, Any], messa
         flashlab.varlen_attention(SOUND.q, SOUND.k, SOUND.v, **how)
 
 
+@pytest.mark.parametrize("check", [None, 1, "no"])
+def test_a_check_that_is_neither_true_nor_false_is_refused(check: Any) -> None:
+    how = {"cu_seqlens_q": SOUND.at_q, "cu_seqlens_k": SOUND.at_k, "max_seqlen_q": 5}
+    with pytest.raises(errors.ParameterError, match=f"check: wanted True or False, got {check!r}"):
+        flashlab.varlen_attention(SOUND.q, SOUND.k, SOUND.v, **how, check=check)
+
+
 def test_a_log_sum_exp_of_another_shape_is_refused() -> None:
     with pytest.raises(errors.ShapeError, match=r"lse: wanted \(q_heads, total_q\), \(2, 8\), got \(8, 2\)"):
         SOUND.run(lse=np.zeros((8, 2), np.float32))

@@ -41,6 +41,7 @@ from flashlab.run.attention import EmulatedCall, run_on_cpu
 from flashlab.run.plan import (
     Plan,
     check_dtype,
+    check_flags,
     check_layout,
     check_out,
     check_writable,
@@ -144,6 +145,7 @@ def paged_attention(
     key, addresses, again = recipes.lookup((q, k_cache, v_cache, page_table, lengths), out, asked, params)
     if again is not None:
         return again(q, addresses, out, return_lse, stream)
+    check_flags(check=check)
     arrays.refuse_gradients(q=q, k_cache=k_cache, v_cache=v_cache, out=out)
     here = arrays.place_of(q, stream)
     inputs = {name: here.view(of, name) for name, of in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))}
@@ -192,9 +194,10 @@ def append_kv(
             the end and too large ones fail. In host memory, this check is always made.
 
     Raises:
-        InputError: invalid arguments (ShapeError, DTypeError, LayoutError, DeviceError), or, with `check`, an invalid
-            page number or length. Nothing is written.
+        InputError: invalid arguments (ShapeError, DTypeError, LayoutError, DeviceError, ParameterError), or, with
+            `check`, an invalid page number or length. Nothing is written.
     """
+    check_flags(check=check)
     given = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "page_table": page_table, "lengths": lengths}
     arrays.refuse_gradients(**given)
     library = {"torch": "torch", "cupy": "cupy"}.get(arrays.library_of(k_cache), "numpy")

@@ -14,7 +14,7 @@ import numpy as np
 
 from flashlab.run import arrays, gpu, recipes
 from flashlab.run.attention import first_call
-from flashlab.run.plan import Sequences, by_head, check_cu_seqlens, check_lengths
+from flashlab.run.plan import Sequences, by_head, check_cu_seqlens, check_flags, check_lengths
 
 
 def varlen_attention(
@@ -75,8 +75,9 @@ def varlen_attention(
     """
     asked = (max_seqlen_q, causal, window, softcap, scale, stage, return_lse)
     key, addresses, again = recipes.lookup((q, k, v, cu_seqlens_q, cu_seqlens_k), out, asked, params)
-    if again is not None and not check:
+    if again is not None and check is False:
         return again(q, addresses, out, return_lse, stream)
+    check_flags(check=check)
     sequences = Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q)
     how: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "stage": stage}
     how |= {"out": out, "params": params, "sequences": sequences}
