@@ -619,6 +619,17 @@ def test_a_model_refuses_holes_static_caches_and_gradients(llama: Any) -> None:
         model(IDS)
 
 
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("kind", ["Bloom", "Falcon"])
+def test_a_model_with_attention_of_its_own_is_refused(kind: str) -> None:
+    """It would take the mask, which is None for a causal one, and never call the kernel."""
+    transformers = pytest.importorskip("transformers", reason="needs transformers: pip install transformers")
+    flashlab.torch.register()
+    config = getattr(transformers, f"{kind}Config")(hidden_size=64, num_hidden_layers=1, num_attention_heads=1)
+    with pytest.raises(errors.UnsupportedError, match=f"calls its AttentionInterface, got {kind}ForCausalLM"):
+        getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="flashlab")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -215,7 +215,8 @@ def register() -> None:
 
     Anything else raises `UnsupportedError` when called: masks with zeros between ones, any attention_mask while
     `torch.compile` traces, packed sequences given by position_ids alone, custom masks, static caches, dropout, position
-    biases, sinks, sparse indices, and attention weights.
+    biases, sinks, sparse indices, and attention weights. A model that computes attention itself, without transformers'
+    AttentionInterface, raises it when it is made, such as Bloom, MPT, Falcon and GPT-Neo.
 
     Raises:
         MissingPackageError: transformers is not installed, or too old.
@@ -232,15 +233,24 @@ def register() -> None:
         ) from error
     modeling.AttentionInterface.register(NAME, _transformers_attention)
     masking.AttentionMaskInterface.register(NAME, _transformers_mask)
-    # transformers 5 treats every name that contains "flash" as a package with the interface of flash-attn.
-    theirs = getattr(modeling, "is_flash_attention_requested", None)
-    if theirs is not None and not hasattr(theirs, "__wrapped__"):
+    # transformers treats every name that contains "flash" as a package with the interface of flash-attn. It also
+    # accepts a registered name for models that compute attention themselves, which then miss the causal mask.
+    theirs = modeling.PreTrainedModel._check_and_adjust_attn_implementation
+    if hasattr(theirs, "__wrapped__"):
+        return
 
-        @functools.wraps(theirs)
-        def is_flash_attention_requested(*args: Any, **options: Any) -> Any:
-            return options.get("requested_attention_implementation") != NAME and theirs(*args, **options)
+    @functools.wraps(theirs)
+    def check(self: Any, attn_implementation: Any, *args: Any, **options: Any) -> Any:
+        if attn_implementation != NAME:
+            return theirs(self, attn_implementation, *args, **options)
+        if not (self._supports_attention_backend or self._can_set_attn_implementation()):
+            raise UnsupportedError(
+                "attention 'flashlab' of transformers: wanted a model that calls its AttentionInterface, got "
+                f"{type(self).__name__}. attn_implementation='eager' works."
+            )
+        return NAME
 
-        modeling.is_flash_attention_requested = is_flash_attention_requested
+    modeling.PreTrainedModel._check_and_adjust_attn_implementation = check
 
 
 def _refuse(got: str, wanted: str = "what causal or full attention over all keys computes") -> UnsupportedError:
