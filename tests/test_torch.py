@@ -630,6 +630,17 @@ def test_a_model_with_attention_of_its_own_is_refused(kind: str) -> None:
         getattr(transformers, f"{kind}ForCausalLM")._from_config(config, attn_implementation="flashlab")
 
 
+@pytest.mark.filterwarnings("default")
+def test_a_model_in_another_type_is_advised_in_its_own_words(llama: Any) -> None:
+    model = llama.to(torch.float32)
+    model.set_attn_implementation("flashlab")
+    with (
+        torch.no_grad(),
+        pytest.raises(errors.DTypeError, match=r"a model in .* got torch\.float32\. `model\.half\(\)`"),
+    ):
+        model(IDS)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -399,6 +399,11 @@ def _transformers_attention(
     **options: Any,
 ) -> tuple[Any, None]:
     """Attention of transformers: (batch, heads, length, head_dim) to (batch, length, heads, head_dim), no weights."""
+    if query.dtype not in (torch.float16, torch.bfloat16):
+        raise DTypeError(
+            f"attention 'flashlab' of transformers: wanted a model in float16 or bfloat16, got {query.dtype}. "
+            "`model.half()` works, and so does dtype='float16' in from_pretrained."
+        )
     packed: dict[str, Any] = {name: options[name] for name in _PACKED if options.get(name) is not None}
     # Their window counts the key on the diagonal.
     window = None if sliding_window is None else sliding_window - 1
