@@ -223,7 +223,7 @@ def test_what_is_off_is_refused_with_what_works() -> None:
     x = _values(1, 2, 20, 128).astype(E4M3)
     with pytest.raises(errors.DTypeError, match=r"q: wanted float8_e4m3fn, got float16. `flashlab.quantize_e4m3\(q\)`"):
         flashlab.fp8_attention(x.astype(np.float16), x, x)
-    with pytest.raises(errors.DTypeError, match="wanted float16 or bfloat16 for the output, got 'float32'"):
+    with pytest.raises(errors.DTypeError, match="wanted 'float16' or 'bfloat16' for the output, got 'float32'"):
         flashlab.fp8_attention(x, x, x, dtype="float32")  # type: ignore[arg-type]
     with pytest.raises(errors.ShapeError, match=r"k_scale: wanted \(batch, heads\), \(1, 2\), got shape \(2,\)"):
         flashlab.fp8_attention(x, x, x, k_scale=np.ones(2, np.float32))

@@ -160,7 +160,7 @@ def fp8_attention(
     """
     arrays.refuse_gradients(q=q, k=k, v=v, out=out, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale)
     if dtype not in get_args(DType):
-        raise DTypeError(f"dtype: wanted {' or '.join(get_args(DType))} for the output, got {dtype!r}")
+        raise DTypeError(f"dtype: wanted {' or '.join(map(repr, get_args(DType)))} for the output, got {dtype!r}")
     here = arrays.place_of(q, stream)
     inputs = {name: _stored(here.view(of, name), name) for name, of in (("q", q), ("k", k), ("v", v))}
     problem = problem_of({name: replace(array, dtype=dtype) for name, array in inputs.items()}, causal)
