@@ -27,6 +27,7 @@ from flashlab.verify.verdict import check
 
 STAGE = "d3_equal_share"
 READY = "d5_ready_parts"
+WITH_COMBINERS = ["d18_combiner_blocks", "d19_batched_polls", "d20_paged_combiners", "d21_parallel_lookup"]
 SHAPE = LaunchShape(128, 0, 16, persistent=True, cluster=1, split_keys=64, sm_blocks=2, tile_blocks=16, part_words=2080)
 H200 = 132
 
@@ -251,7 +252,7 @@ def test_combiners_sum_slices_of_a_tile(
 
 
 @needs_compiler
-@pytest.mark.parametrize("stage", ["d18_combiner_blocks", "d19_batched_polls", "d20_paged_combiners"])
+@pytest.mark.parametrize("stage", WITH_COMBINERS)
 def test_more_combiners_than_a_row_has_columns_for(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     """A row of head dim 64 has 16 slices of four columns: half of the 32 combiners have none."""
     _blocks(monkeypatch, 40)

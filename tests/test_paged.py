@@ -31,7 +31,7 @@ STAGES = [stage.id for stage in registry.DECODE.values() if stage.runner == page
 every_stage = pytest.mark.parametrize("stage", STAGES)
 CLUSTERS = "d1_paged_kv"
 GROUPS = "d17_paged_part_groups"
-COMBINERS = "d20_paged_combiners"
+COMBINERS = "d21_parallel_lookup"
 every_sharing_stage = pytest.mark.parametrize("stage", [name for name in STAGES if name != CLUSTERS])
 GARBAGE = -7
 """In entries of the page table that no key needs."""
@@ -238,8 +238,8 @@ def test_a_workspace_serves_other_lengths_one_after_another(monkeypatch: pytest.
 
 @pytest.mark.parametrize(
     ("shape", "wanted"),
-    [(shape, CLUSTERS) for shape in ("1x32x8x1x8192x128", "2x32x8x1x8192x128", "1x8x1x1x4096x128", "5x8x1x1x8192x64")]
-    + [(shape, COMBINERS) for shape in ("4x8x1x1x8192x128", "1x8x1x1x4112x64", "1x32x8x1x8208x128")]
+    [(shape, CLUSTERS) for shape in ("1x32x8x1x4096x128", "2x32x8x1x4096x128", "1x8x1x1x4096x128", "5x8x1x1x64x64")]
+    + [(shape, COMBINERS) for shape in ("4x8x1x1x8192x128", "1x8x1x1x4112x64", "1x32x8x1x4112x128")]
     + [(shape, COMBINERS) for shape in ("3x32x8x1x64x128", "8x32x8x1x8192x128", "2x32x8x5x64x128")]
     + [(shape, STAGE) for shape in ("9x32x8x1x64x128", "256x32x8x1x8192x128", "2x32x32x17x64x128")],
 )

@@ -217,5 +217,11 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float (&d)[4], const unsigned 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
+// An empty statement that reads and writes a pointer: the compiler computes it before, not where it is first used.
+template <typename T>
+__device__ __forceinline__ void pin(T*& pointer) {
+  asm volatile("" : "+l"(pointer));
+}
+
 }  // namespace ptx
 #endif  // FLASHLAB_PTX

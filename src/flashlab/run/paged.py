@@ -55,12 +55,10 @@ from flashlab.run.plan import (
 STAGE = "d15_short_starts"
 _MANY = 64
 """With more work tiles than this, `STAGE`."""
-_FEWER = "d20_paged_combiners"
+_FEWER = "d21_parallel_lookup"
 """The stage for at most `_MANY` tiles: with few, some CTAs only combine partial results."""
-_SHORT, _FEW = "d1_paged_kv", 16
+_SHORT, _FEW, _SHORT_KEYS = "d1_paged_kv", 16, 4096
 """The stage for at most `_FEW` tiles with few keys each, where one cluster per tile has the least overhead."""
-_SHORT_KEYS, _VERY_FEW, _VERY_SHORT_KEYS = 8192, 4, 4096
-"""The most keys for `_SHORT`; for at most `_VERY_FEW` tiles, which leave most SMs idle with it, the last."""
 _TILE_ROWS = 16
 """Query rows per tile of these stages: MMA_M of kernels/common/mma.cuh."""
 _VIEWS = ("Q", "K", "V", "page_table", "lengths", "O")
@@ -111,7 +109,7 @@ def paged_attention(
             `cache.transpose(1, 2)`.
         v_cache: like `k_cache`.
         page_table: int32 (batch, pages per sequence), on the device of q, the last dimension contiguous: page numbers
-            in the order of the keys. Entries beyond the length of a sequence are never read.
+            in the order of the keys. Entries beyond the length of a sequence are ignored.
         lengths: int32 (batch,), on the device of q, contiguous: number of keys of each sequence, including those of
             its queries. The output of a sequence of length 0 is 0.
         causal: whether query i sees only the first length - q_len + i + 1 keys of its sequence.
@@ -124,8 +122,8 @@ def paged_attention(
             -inf if a query sees no key).
         stream: as in `flashlab.attention`.
         stage: id of a stage that reads a paged cache. Default: d15_short_starts for more than 64 work tiles (16 query
-            rows of one sequence and K/V head); d1_paged_kv for 5 to 16 with up to 8,192 keys per sequence in the page
-            table, of which only those in a window count, and for at most 4 with up to 4,096; else d20_paged_combiners.
+            rows of one sequence and K/V head); d1_paged_kv for at most 16 with up to 4,096 keys per sequence in the
+            page table, of which only those in a window count; else d21_parallel_lookup.
         params: tunables of the stage, by name; default: as in `flashlab.attention`, for sequences of the maximum
             length that the page table holds.
         check: whether to synchronise and refuse invalid page numbers and lengths beyond the page table. Without it,
@@ -286,8 +284,7 @@ def taken(problem: Problem) -> str:
     tiles = problem.batch * problem.kv_heads * -(-rows // _TILE_ROWS)
     if tiles > _MANY:
         return STAGE
-    short = _SHORT_KEYS if tiles > _VERY_FEW else _VERY_SHORT_KEYS
-    return _SHORT if tiles <= _FEW and seen_keys(problem) <= short else _FEWER
+    return _SHORT if tiles <= _FEW and seen_keys(problem) <= _SHORT_KEYS else _FEWER
 
 
 def _stage(name: str | None, problem: Problem) -> Stage:
