@@ -371,6 +371,22 @@ def test_a_decoders_tunables_are_for_about_as_many_work_tiles(tmp_path: Path) ->
     assert (wide.stage, wide.tuned_on, wide.parameters) == (d0, None, d0.parameters(64))
 
 
+def test_a_decoder_takes_what_was_timed_on_the_problem_then_what_its_own_gpu_was_tuned_to(tmp_path: Path) -> None:
+    """GPUs of one architecture differ in memory: an H100's tunables made d0_split_kv an eighth slower on an H200."""
+    d0 = registry.get("d0_split_kv")
+    short, here, long = (Problem.parse(f"1x32x8x1x{keys}x128") for keys in (8192, 32768, 131072))
+    own = row(d0, short, 12.6, tile_q=16, WARPS=8, SPLITS=8)
+    theirs = row(d0, here, 45.0, tile_q=16, PIPELINE_STAGES=2)
+    written(tmp_path, [theirs], slug="nvidia-h100-pcie")
+    written(tmp_path, [own])
+    assert tuned.parameters(d0, H200, here, arch=ARCH, data=tmp_path) == own.parameters
+    slow = row(d0, here, 39.3, variants=0, tile_q=16, PIPELINE_STAGES=2)
+    fast = row(d0, here, 34.8, variants=0, tile_q=16, run=NEW, WARPS=4, SPLITS=16)
+    written(tmp_path, [own, slow, fast])
+    assert tuned.parameters(d0, H200, here, arch=ARCH, data=tmp_path) == fast.parameters
+    assert tuned.parameters(d0, H200, long, arch=ARCH, data=tmp_path) == own.parameters, "nobody tuned it nearer"
+
+
 def test_an_architecture_that_cannot_run_that_stage_gets_the_best_that_it_can(data: Path) -> None:
     choice = first(SMALL, data, "nvidia-a100-sxm4-80gb", "sm_80", 108)
     assert choice.stage is SWIZZLE
@@ -470,13 +486,15 @@ def plainly(
         rows = by_table[found.gpu]
         if stage.by_name_only or stage.why_not(problem, arch) or not rows:
             continue
+        decodes = stage.id in registry.DECODE
         tried = [
-            row
-            for of in lenders
+            ((number, distance(row), row.time_us if here else 0) if decodes else distance(row), row)
+            for number, of in enumerate(lenders)
             for row in by_table[of.gpu]
-            if row.variants and of.arch == arch and (stage.id not in registry.DECODE or 0.5 < more_tiles(row) < 2)
+            for here in [decodes and number == 0 and distance(row) == 0]
+            if (row.variants or here) and of.arch == arch and (not decodes or 0.5 < more_tiles(row) < 2)
         ]
-        tuned_on = min(tried, key=distance, default=None)
+        tuned_on = min(tried, key=itemgetter(0), default=(None, None))[1]
         values = stage.parameters(problem.head_dim, tuned_on.parameters if tuned_on else None)
         beside = {(row.run, row.problem) for row in found.rows if row.stage != stage.id}
         rows.sort(key=lambda row: ((row.run, row.problem) in beside, row.run), reverse=True)

@@ -31,9 +31,9 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
 
     For each stage and problem: the fastest variant of the newest tuning round, and the newest measurement in a run that
     also timed another stage there, else the newest of all, because two machines of one product differ by more than some
-    stages do. Records on inputs other than normal, and those with tunables that the stage no longer has, are ignored.
-    For few query rows, times in a step, or else on rotating K and V (`AS_IN_A_MODEL`), are used, and records without
-    them ignored.
+    stages do; for decoding stages, that of each set of tunables. Records on inputs other than normal, and those with
+    tunables that the stage no longer has, are ignored. For few query rows, times in a step, or else on rotating K and V
+    (`AS_IN_A_MODEL`), are used, and records without them ignored.
 
     Raises:
         NoDataError: no tuning on that GPU is on record.
@@ -69,14 +69,16 @@ def rows(gpu_slug: str, data: Path = DATA) -> list[ChoiceRow]:
         if measurement.status == "ok" and measurement.cubin is not None and counts(measurement)
     ]
     beside = grouped(able, lambda measurement: (measurement.run, measurement.problem))
-    taken: dict[Key, tuple[bool, str, ChoiceRow]] = {}
+    taken: dict[tuple[Key, Items], tuple[bool, str, ChoiceRow]] = {}
     for measurement in able:
         assert measurement.cubin is not None
         if choice.fits(measurement.name, measurement.cubin.parameters):
             key = Key(measurement.name, measurement.problem)
             alone = len({other.name for other in beside[measurement.run, measurement.problem]}) == 1
             made_of = (not alone, measurement.run, _row(key, measurement.cubin.parameters, measurement, variants=0))
-            taken[key] = max(taken.get(key, made_of), made_of, key=lambda of: of[:2])
+            # Decoding stages take the fastest tunables on record at a problem, so rows of others stay.
+            own: Items = items(measurement.cubin.parameters) if key.stage in registry.DECODE else ()
+            taken[key, own] = max(taken.get((key, own), made_of), made_of, key=lambda of: of[:2])
     made += [row for *_, row in taken.values()]
     return sorted(made, key=lambda row: (row.stage, row.problem, row.variants))
 

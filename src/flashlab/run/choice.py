@@ -4,9 +4,11 @@ A row of the table is one set of tunables of a stage on one problem, and its tim
 The selection for a problem p takes three steps, whether p is on record or not:
 
 1. **Tunables of each stage**: the fastest on the nearest problem on which the stage was tuned, on this GPU or another
-   of the same architecture, with the same features (window, soft cap), because these are compiled into the kernel. For
-   decoding, where tunables set the number of CTAs over which the keys of a work tile are split, only problems with
-   between half and twice as many work tiles count.
+   of the same architecture, with the same features (window, soft cap), because these are compiled into the kernel.
+   Decoding stages differ in two ways. Their tunables set the number of CTAs over which the keys of a work tile are
+   split, so only problems with between half and twice as many work tiles count. And they are memory-bound, and GPUs of
+   an architecture differ in memory: the fastest tunables timed on p itself come first, tuned there or not, then the
+   GPU's own.
 2. **Its time**: that of the stage's nearest row r, scaled by the work of the busiest SM,
 
        time(p) = fixed + (time(r) - fixed) · waves(p) · keys(p) / (waves(r) · keys(r))
@@ -306,18 +308,23 @@ def ratios(problem: Problem, row: Row, sms: float = 1.0) -> dict[str, float]:
 
 
 def _tuned_on(stage: Stage, problem: Problem, tables: Iterable[Table]) -> Row | None:
-    """The row of the nearest problem on which a stage was tuned; ties go to the first table and row.
+    """The row whose tunables a stage takes on a problem: see the module. Ties go to the first table and row.
 
-    The number of SMs is ignored. None if no problem is near enough: see the module.
+    The number of SMs is ignored. None if no problem is near enough.
     """
-    tried = [
-        (of.distances(problem, 1.0)[place], number, position, row)
-        for number, of in enumerate(tables)
-        for place, position, row in of.rows_of(stage, problem.head_dim)
-        if row.variants and row.problem.features == problem.features
-        if row.stage not in registry.DECODE or 0.5 < ratios(problem, row)["work tiles"] < 2
-    ]
-    return min(tried)[3] if tried else None
+    decodes = stage.id in registry.DECODE
+    tried: list[tuple[Any, ...]] = []
+    for number, of in enumerate(tables):
+        for place, position, row in of.rows_of(stage, problem.head_dim):
+            far = of.distances(problem, 1.0)[place]
+            here = decodes and number == 0 and far == 0
+            if row.problem.features != problem.features or not (row.variants or here):
+                continue
+            if not decodes:
+                tried.append((far, number, position, row))
+            elif 0.5 < ratios(problem, row)["work tiles"] < 2:
+                tried.append((number, far, row.time_us if here else 0.0, position, row))
+    return min(tried, key=lambda of: of[:-1])[-1] if tried else None
 
 
 def parameters(
