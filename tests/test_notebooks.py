@@ -196,9 +196,18 @@ def test_the_index_asks_what_the_notebooks_ask_and_is_what_jupyterlab_opens() ->
     listed = re.findall(r"^\| \[(.+)\]\((\w+)\.ipynb\) \| (.+?) \|", text, re.MULTILINE)
     assert sorted(name for _, name, _ in listed) == NAMES
     for title, name, question in listed:
-        assert _cells(name)[0].source.startswith(f"# {title}\n\n**Question.** {question}\n")
+        assert _cells(name)[0].source.splitlines()[:3] == [f"# {title}", "", f"**Question.** {question}"]
     for file in ("Makefile", "Dockerfile"):
         assert f"default_url=/lab/tree/notebooks/{INDEX}.ipynb" in (ROOT / file).read_text(encoding="utf-8")
+
+
+def test_the_comparison_with_the_libraries_begins_with_its_result() -> None:
+    question, *shown = (cell for cell in _cells("07_against_peers") if "hide" not in cell.metadata.get("tags", []))
+    shown = [cell.source for cell in shown if "parameters" not in cell.metadata.get("tags", [])]
+    assert question.source.endswith("?")
+    assert shown[0] == "lab.show(tables.against, lab.against_peers())"
+    assert shown[1] == "lab.show(tables.AGAINST, lab.against_peers())"
+    assert shown[2].startswith("## How to read")
 
 
 @pytest.mark.parametrize("name", EVERY)
