@@ -331,10 +331,10 @@ SIDEWAYS = """() => [...document.querySelectorAll(".md-typeset__scrollwrap")]
 def test_on_a_phone_rows_of_sentences_stack_and_rows_of_numbers_scroll(browser: Browser, address: str) -> None:
     with _opened(browser, address, "predictions/", "phone", "light") as page:
         assert not page.evaluate(SIDEWAYS)
-        cells = page.locator("article tbody tr").first.locator("td")
+        cells = page.locator("article table").last.locator("tbody tr").first.locator("td")
         assert [cell.get_attribute("data-label") for cell in cells.all()][3:] == ["predicted", "measured", "outcome"]
         page.set_viewport_size({"width": 1440, "height": 900})
-        page.wait_for_selector("article table:not([data-stacked])")
+        page.wait_for_selector("article table[data-stacked]", state="detached")
     with _opened(browser, address, "ledger/", "phone", "light") as page:
         assert not page.evaluate(SIDEWAYS)
         page.locator(".ledger th").first.get_by_role("button").click()

@@ -495,9 +495,25 @@ def test_a_prediction_is_scored_by_how_far_outside_its_range_it_lies() -> None:
     nothing = predictions.Scored(stage=stage, expected=stage.expected[0], measured=None)
     assert tables.outcome(nothing) == "not on record"
     text = tables.predictions([*of.values(), nothing])
-    assert text.startswith("Of 3 measurements, 1 are inside the predicted range, 1 above it and 1 below it.")
+    for family in ("ladder", "all"):
+        assert f"| {family} | 3 | 1 | 1 | 1 |" in text
     units = {expected.of: tables._range(replace(nothing, expected=expected)) for expected in stage.expected}
     assert all(text.endswith(" TFLOP/s") == (of == "tflops") for of, text in units.items())
+
+
+def test_a_predicted_time_is_scored_as_a_time() -> None:
+    """In the unit of its words, of which its range is; less is faster."""
+    of_time = [(stage, one) for stage in registry.DECODE.values() for one in stage.expected if one.of == "time_us"]
+    for stage, one in of_time:
+        assert re.search(rf"\b{one.low:g}(\.0)? to {one.high:g}(\.0)?\b", one.words), f"{stage.id}: {one.words}"
+    stage, one = next(pair for pair in of_time if pair[1].high == 13.5)
+    slow, fast = (predictions.Scored(stage=stage, expected=one, measured=value) for value in (27.0, 0.5 * one.low))
+    text = tables.predictions([slow, fast])
+    assert f"to 13.5 µs | 27.0 µs | {tables.outcome(slow)} |" in text
+    assert tables.outcome(slow) == "100 % above"
+    assert tables.outcome(fast) == "50 % below"
+    assert (fast.side, slow.side) == ("faster", "slower")
+    assert "| decoding | 2 | 0 | 1 | 1 |" in text
 
 
 def test_a_predicted_number_at_another_problem_than_the_first_says_which() -> None:
@@ -536,7 +552,7 @@ def test_a_prediction_is_scored_in_the_state_that_it_is_of() -> None:
         assert one.expected.cache == "rotating"
         row, _ = predictions.pair(shown, one.expected.problem, stage.id, stage.id, cache="rotating")
         assert one.measured is not None
-        assert one.measured == select.rate(row, cache="rotating") != select.rate(row)
+        assert one.measured == select.median_us(row, cache="rotating") != select.median_us(row)
         assert "rotating K and V) →" in tables.scored([one])
 
 

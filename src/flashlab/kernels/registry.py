@@ -118,8 +118,8 @@ class Expected:
     """The part of the prediction with the number. "About" a number is read as ±10 %."""
     low: Annotated[float, Field(gt=0)]
     high: Annotated[float, Field(gt=0)]
-    of: Literal["tflops", "ratio"] = "tflops"
-    """`tflops`: rate in TFLOP/s. `ratio`: rate relative to that of `over`."""
+    of: Literal["tflops", "time_us", "ratio"] = "tflops"
+    """The unit of `words`. `tflops`: TFLOP/s. `time_us`: µs per call. `ratio`: rate relative to that of `over`."""
     over: str | None = None
     """Stage id; default: the parent."""
     over_inputs: str | None = None

@@ -24,7 +24,7 @@ class Scored:
     stage: Stage
     expected: Expected
     measured: float | None
-    """TFLOP/s or a ratio of rates, depending on `expected.of`; None if not on record."""
+    """In the unit of `expected.of`; None if not on record."""
 
     @property
     def off(self) -> float | None:
@@ -33,6 +33,13 @@ class Scored:
             return None
         nearest = min(max(self.measured, self.expected.low), self.expected.high)
         return self.measured / nearest - 1
+
+    @property
+    def side(self) -> str:
+        """`inside` the range, or `faster` or `slower`; empty if not measured."""
+        if not self.off:
+            return "" if self.off is None else "inside"
+        return "faster" if (self.off > 0) != (self.expected.of == "time_us") else "slower"
 
 
 def scores(shown: Results, stages: Iterable[Stage] | None = None) -> list[Scored]:
@@ -43,12 +50,13 @@ def scores(shown: Results, stages: Iterable[Stage] | None = None) -> list[Scored
         for expected in stage.expected:
             problem, over = expected.problem, expected.over or stage.parent or stage.id
             other = problem if expected.over_inputs is None else replace(problem, inputs=expected.over_inputs)
-            if expected.of == "tflops":
-                mine, _ = pair(shown, problem, stage.id, stage.id, cache=expected.cache)
-                measured = select.rate(mine, cache=expected.cache)
-            else:
+            if expected.of == "ratio":
                 mine, base = pair(shown, problem, stage.id, over, other, cache=expected.cache)
                 measured = select.speedup(mine, base, cache=expected.cache)
+            else:
+                mine, _ = pair(shown, problem, stage.id, stage.id, cache=expected.cache)
+                value = select.rate if expected.of == "tflops" else select.median_us
+                measured = value(mine, cache=expected.cache)
             scored.append(Scored(stage=stage, expected=expected, measured=measured))
     return scored
 

@@ -694,22 +694,24 @@ def _accuracy_of(dtype: str, kinds: Mapping[str, Sequence[contests.Accuracy]]) -
 # --- Predictions ------------------------------------------------------------------------------------------------------
 
 
+_UNITS = {"tflops": ("", " TFLOP/s"), "time_us": ("", " µs"), "ratio": ("×", "")}
+"""What precedes and follows a number of each kind of prediction."""
+
+
 def _range(prediction: Scored) -> str:
-    sign, unit = ("×", "") if prediction.expected.of == "ratio" else ("", " TFLOP/s")
+    sign, unit = _UNITS[prediction.expected.of]
     return f"{sign}{prediction.expected.low:g} to {sign}{prediction.expected.high:g}{unit}"
 
 
-def _where(prediction: Scored) -> str:
-    """How its problem differs from the first: `D128`, `causal`, `rotating K and V`; empty if it does not."""
-    expected, usual = prediction.expected, Problem.parse(FIRST_SHAPE).label.split()
+def _where(expected: registry.Expected) -> str:
+    """How its problem differs from the first: `D128`, `causal`, `rotating K and V`; in decoding its whole shape."""
+    usual = Problem.parse(FIRST_SHAPE).label.split()[-2 if expected.problem.q_len == 1 else 0 :]
     state = "" if expected.cache == "hot" else select.STATES["burst", expected.cache].removeprefix("burst, ")
     return " ".join(filter(None, (*(word for word in expected.problem.label.split() if word not in usual), state)))
 
 
 def _measured(prediction: Scored) -> str | None:
-    if prediction.measured is None:
-        return None
-    return times(prediction.measured) if prediction.expected.of == "ratio" else f"{number(prediction.measured)} TFLOP/s"
+    return number(prediction.measured).join(_UNITS[prediction.expected.of]) if prediction.measured else None
 
 
 def outcome(prediction: Scored) -> str:
@@ -728,7 +730,7 @@ def scored(numbers: Sequence[Scored]) -> str:
     has none."""
 
     def said(prediction: Scored) -> str:
-        where = f" ({_where(prediction)})" if _where(prediction) else ""
+        where = f" ({_where(prediction.expected)})" if _where(prediction.expected) else ""
         return f"“{prediction.expected.words}”{where} → {_measured(prediction) or '–'}, {outcome(prediction)}"
 
     return "; ".join(map(said, numbers))
@@ -737,23 +739,25 @@ def scored(numbers: Sequence[Scored]) -> str:
 PREDICTIONS = (
     Column("stage", "stage.id", code),
     Column("prediction", "expected.words", left=True),
-    Column("where", _where, left=True),
+    Column("where", "expected", _where, left=True),
     Column("predicted", _range),
     Column("measured", _measured),
     Column("outcome", outcome),
 )
 
 
+_FAMILIES: Mapping[str, str] = {"ladder": "ladder", "dead_ends": "did not work", "decode": "decoding", "fp8": "FP8"}
+
+
 def predictions(scored: Sequence[Scored]) -> str:
-    """How many predicted ranges hold, and a table of all, the furthest off first."""
+    """How many predicted ranges hold, by family and of all, and a table of all, the furthest off first."""
     known = [prediction for prediction in scored if prediction.off is not None]
-    inside = sum(prediction.off == 0 for prediction in known)
-    above = sum((prediction.off or 0) > 0 for prediction in known)
+    families = grouped(known, lambda prediction: _FAMILIES[prediction.stage.place])
+    sides = {name: Tally(prediction.side for prediction in of) for name, of in [*families.items(), ("all", known)]}
+    header = ("kernels", "measured", "inside the range", "faster", "slower")
+    counts = [(name, of.total(), of["inside"], of["faster"], of["slower"]) for name, of in sides.items()]
     lines = sorted(scored, key=lambda prediction: -abs(prediction.off) if prediction.off is not None else 1)
-    return (
-        f"Of {len(known)} measurements, {inside} are inside the predicted range, {above} above it and "
-        f"{len(known) - inside - above} below it.\n\n{table(PREDICTIONS, lines)}"
-    )
+    return f"{markdown(header, counts)}\n{table(PREDICTIONS, lines)}"
 
 
 # --- Profiles ---------------------------------------------------------------------------------------------------------
