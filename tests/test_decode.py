@@ -563,12 +563,28 @@ def test_a_page_shows_libraries_and_variants_of_one_session(tmp_path: Path) -> N
     assert f"| B4 H32/8 Sk8192 D128 fp16 | ×{ratio} | `d0_split_kv` |" in text
 
 
+def test_a_page_begins_with_the_gain_over_the_parent_where_a_number_was_predicted() -> None:
+    """In the state of the prediction, as on the pages of rungs."""
+    stage, problem = DECODE["d16_part_groups"], Problem.parse("16x32x8x1x8192x128")
+    expected = replace(stage.expected[0], shape="16x32x8x1x8192x128", cache="step")
+    stage = replace(stage, expected=(expected, replace(expected, shape="4x32x8x1x8192x128")))
+    rows = []
+    for name, hot_us, step_us in ((stage.id, 50.0, 20.0), (stage.parent or "", 40.0, 30.0)):
+        row = measurement("08_swizzle", problem)
+        taken = [row.samples[0].model_copy(update={"time_us": (hot_us,)})]
+        taken.append(row.samples[0].model_copy(update={"cache": "step", "time_us": (step_us,)}))
+        rows.append(row.model_copy(update={"name": name, "samples": tuple(taken)}))
+    said = f"Over `{stage.parent}`: **×1.50** at B16 H32/8 Sq1 Sk8192 D128 in a step (20.0 µs)."
+    assert tables.off_ladder_gains(stage, {problem: rows}) == said
+    assert tables.off_ladder_gains(stage, {problem: rows[:1]}) == "", "nothing to compare with"
+
+
 @needs_compiler
 def test_a_page_begins_with_predicted_problems_then_those_of_the_suite(tmp_path: Path) -> None:
     """Whatever other head dims were measured; all but the first four are folded, and no headings."""
     shapes = ("1x32x8x1x8192x64", "1x32x8x1x8192x96", "2x32x8x1x8192x96", "4x32x8x1x8192x128", "1x32x8x1x8192x128")
     row = measurement("08_swizzle", Problem.parse(shapes[0])).model_copy(update={"name": "d0_split_kv"})
-    measured = {Problem.parse(shape): (row,) for shape in shapes}
+    measured = {Problem.parse(shape): (row, row.model_copy(update={"name": "08_swizzle"})) for shape in shapes}
     expected = replace(DECODE["d11_short_ends"].expected[0], shape=shapes[3], words="faster")
     stage = replace(DECODE["d0_split_kv"], variants=(), prediction="faster", expected=(expected,))
     pages.off_ladder_page(pages.Output(root=tmp_path), stage, measured)
@@ -578,3 +594,4 @@ def test_a_page_begins_with_predicted_problems_then_those_of_the_suite(tmp_path:
     assert titles == [("B4", "D128"), ("B1", "D128"), ("B1", "D64"), ("B1", "D96")]
     assert "**B2 H32/8 Sq1 Sk8192 D96 full float16**" in folded
     assert "### B" not in folded
+    assert text.index("Over `08_swizzle`: **×") < text.index("### B4")

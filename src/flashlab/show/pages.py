@@ -773,6 +773,7 @@ def off_ladder_page(
         "off_ladder.md",
         page,
         **{"stage": stage, "own": own, "measured": shown, "kernels": kernels, "refused": refused, "arch": arch},
+        gains=tables.off_ladder_gains(stage, {problem: rows for problem, rows, _ in shown}),
         first=_UNFOLDED,
         note=note,
         needs=_needs(stage, ("Parent", code(stage.parent) if stage.parent else None)),

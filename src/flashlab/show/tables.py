@@ -385,6 +385,17 @@ def off_ladder(rows: Sequence[Measurement], shown: Iterable[str]) -> str:
     return table(columns, timed(rows), drop_empty=True)
 
 
+def off_ladder_gains(stage: registry.Stage, measured: Mapping[Problem, Sequence[Measurement]]) -> str:
+    """A stage's speed-up over its parent and its time where it predicted a number and both have a time; else empty."""
+    said = {}
+    for expected in stage.expected:
+        row = {row.name: row for row in measured.get(expected.problem, ())}
+        if gain := select.speedup(row.get(stage.id), row.get(stage.parent or ""), cache=expected.cache):
+            time_us = number(select.median_us(row[stage.id], cache=expected.cache))
+            said[_where(expected)] = f"**{times(gain)}** at {_where(expected) or expected.problem.label} ({time_us} µs)"
+    return f"Over {code(stage.parent or '')}: {'; '.join(said.values())}." if said else ""
+
+
 STATES = (
     Column("", title),
     *(
