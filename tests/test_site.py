@@ -162,13 +162,13 @@ def test_a_stage_that_this_gpu_has_not_timed_shows_what_another_one_has(tmp_path
     out = content.Output(root=tmp_path / "generated")
     content._stage_page(out, STAGES[LAST], shown, tmp_path)
     text = (out.root / "snippets" / "stages" / f"{LAST}.md").read_text(encoding="utf-8")
-    assert f"on one {there.upper()}" in text
+    assert f"\n{there.upper()} · SM " in text
     assert "was written about" not in text, "what follows is about the GPU that timed it"
     assert there in text
     # The same where a third GPU is shown.
     content._stage_page(out, STAGES[LAST], select.load(third, tmp_path), tmp_path)
     text = (out.root / "snippets" / "stages" / f"{LAST}.md").read_text(encoding="utf-8")
-    assert f"on one {there.upper()}" in text
+    assert f"\n{there.upper()} · SM " in text
     assert "the numbers are those of" not in text
 
 
@@ -185,7 +185,10 @@ def test_a_stage_page_gives_the_gain_over_a_parent_of_another_session(tmp_path: 
     content._stage_page(out, STAGES["09_wgmma"], shown, tmp_path)
     text = (out.root / "snippets" / "stages" / "09_wgmma.md").read_text(encoding="utf-8")
     gain = tables.times(select.speedup(*predictions.pair(shown, first, "09_wgmma", "08_swizzle")))
-    assert f": **{gain}** over `08_swizzle`, in a run that timed both" in text
+    assert f" TFLOP/s**: **{gain}** over `08_swizzle`, in a run that timed both" in text
+    result = text.partition("[start:result]")[2].partition("[end:result]")[0]
+    for condition in (first.label, "on normally distributed inputs", shown.name):
+        assert result.count(condition) == 1, "in the line below, with clocks, date and commit"
     assert re.search(rf"\| {re.escape(first.label)} \| \S+ \| {gain} \|", text)
 
 
