@@ -186,6 +186,9 @@ def test_a_stage_page_gives_the_gain_over_a_parent_of_another_session(tmp_path: 
     text = (out.root / "snippets" / "stages" / "09_wgmma.md").read_text(encoding="utf-8")
     gain = tables.times(select.speedup(*predictions.pair(shown, first, "09_wgmma", "08_swizzle")))
     assert f" TFLOP/s**: **{gain}** over `08_swizzle`, in a run that timed both" in text
+    by_length = text.partition("[start:lengths]")[2].partition("[end:lengths]")[0]
+    assert f"\n| S2048 | {gain} | – | – | – |\n" in by_length
+    assert "| S512 | – | – | – | – |" in by_length
     result = text.partition("[start:result]")[2].partition("[end:result]")[0]
     for condition in (first.label, "on normally distributed inputs", shown.name):
         assert result.count(condition) == 1, "in the line below, with clocks, date and commit"

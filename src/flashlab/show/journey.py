@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import TRAINED
 from flashlab.core.paths import SITE
-from flashlab.core.problem import MASKS
+from flashlab.core.problem import MASKS, Problem, suite
 from flashlab.kernels import registry, text
 from flashlab.kernels.registry import Stage
 from flashlab.query import contests, predictions, select
 from flashlab.query.select import Results
 from flashlab.show import charts, drawings, tables
-from flashlab.show.tables import markdown, number, times
+from flashlab.show.tables import Column, markdown, number, table, times
 
 if TYPE_CHECKING:
     from flashlab.record.schema import Measurement
@@ -58,15 +58,14 @@ def drawings_of(stage: Stage) -> list[Callable[[], charts.Chart]]:
 # --- What was measured ------------------------------------------------------------------------------------------------
 
 
-def _cells(shown: Results, stage: Stage) -> list[tuple[str, Measurement, float | None]]:
-    """A stage's rows at the main shape, both head dims and masks, each with its title and speed-up over the parent.
+def _cells(shown: Results, stage: Stage, at: Problem) -> list[tuple[str, Measurement, float | None]]:
+    """A stage's rows at a shape, both head dims and masks, each with its title and speed-up over the parent.
 
     If the two shown are from different sessions, the speed-up is from the newest run that timed both.
     """
-    assert shown.first is not None
     cells = []
     for head_dim, mask in product((64, 128), MASKS):
-        problem = replace(shown.first, head_dim=head_dim, mask=mask)
+        problem = replace(at, head_dim=head_dim, mask=mask)
         row = next(
             (candidate for candidate in shown.rows(problem) if candidate.name == stage.id and candidate.status == "ok"),
             None,
@@ -76,6 +75,15 @@ def _cells(shown: Results, stage: Stage) -> list[tuple[str, Measurement, float |
         gain = select.speedup(*predictions.pair(shown, problem, stage.id, stage.parent)) if stage.parent else None
         cells.append((f"D{head_dim}{' causal' if mask == 'causal' else ''}", row, gain))
     return cells
+
+
+def by_length(shown: Results, stage: Stage) -> str:
+    """A table of a stage's speed-up over its parent by sequence length, in float16, at a constant number of tokens."""
+    shapes = [at for at in suite("lengths") if (at.head_dim, at.mask, at.dtype) == (64, "full", "float16")]
+    rows = [{"": f"S{at.q_len}"} | {title: gain for title, _, gain in _cells(shown, stage, at)} for at in shapes]
+    return table(
+        [Column(kind, kind, times if kind else None) for kind in ("", "D64", "D64 causal", "D128", "D128 causal")], rows
+    )
 
 
 def _over_parent(gain: float) -> str:
@@ -90,7 +98,7 @@ def _rung(shown: Results, stage: Stage) -> dict[str, Any]:
     neighbours = [("before", RUNGS[place - 1])] if place else []
     neighbours += [("after", neighbour) for neighbour in RUNGS[place + 1 : place + 2]]
     facts = {"stage": stage, "lines": key_lines(stage), "neighbours": neighbours}
-    cells = _cells(shown, stage) if shown.first else []
+    cells = _cells(shown, stage, shown.first) if shown.first else []
     if not cells:
         return facts | {"row": None}
     _, row, gain = cells[0]
