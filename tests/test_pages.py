@@ -341,6 +341,8 @@ def test_on_a_phone_rows_of_sentences_stack_and_rows_of_numbers_scroll(browser: 
         assert page.locator(".ledger tbody td").first.inner_text() == "A01"
     with _opened(browser, address, "stages/", "phone", "light") as page:
         assert [text.splitlines()[0].split("\t")[1] for text in page.evaluate(SIDEWAYS)] == ["TFLOP/s"]
+        cue = 'getComputedStyle(document.querySelector(".md-typeset__scrollwrap[tabindex]"), "::before").content'
+        assert "scrolls sideways" in page.evaluate(cue)
 
 
 @pytest.mark.parametrize("path", ["", "stages/06_cp_async/", "against/"], ids=lambda value: value or "home")

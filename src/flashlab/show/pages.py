@@ -673,12 +673,12 @@ def decode_page(out: Output, measured: Mapping[Problem, Sequence[Measurement]]) 
         Column("problem", "0", short),
         Column("calls", lambda line: _CALLS[line[1]] if len(caches) > 1 else None, left=True),
         Column("over the library", partial(over, 3), times),
-        Column("over FlashInfer", partial(over, 4), times),
-        Column("stage", "2.name", code, left=True),
         Column("µs", us(2)),
-        Column("TB/s", lambda line: line[0].compulsory_bytes / (us(2)(line) or math.inf) / 1e6),
+        Column("library's µs", us(3)),
+        Column("stage", "2.name", code, left=True),
         Column("library", "3.name", code, left=True),
-        Column("its µs", us(3)),
+        Column("over FlashInfer", partial(over, 4), times),
+        Column("TB/s", lambda line: line[0].compulsory_bytes / (us(2)(line) or math.inf) / 1e6),
         Column(
             "same K, V: over the library", lambda line: select.speedup(*line[2:4]) if line[1] != "hot" else None, times
         ),
