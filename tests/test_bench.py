@@ -874,6 +874,10 @@ def test_a_check_that_was_cut_off_goes_on_in_its_file(
     assert store.verify("test-gpu", tmp_path / "data") == ()
     assert check.check_stages(["00_naive", "01_coalesced"], lengths=lengths, **how).path is None
     assert said == ["all of it is on record; nothing was checked"]
+    seeded = {**how, "options": replace(how["options"], seed=1)}
+    assert check.check_stages(["00_naive"], lengths=[(1, 1)], **seeded).path not in (None, begun.path)
+    assert check.check_stages(["00_naive"], lengths=[(1, 1)], **seeded).path is None
+    assert check.check_stages(["00_naive"], lengths=[(1, 1)], **how).path is None
     source = source.model_copy(update={"commit": "f" * 40})
     assert check.check_stages(["00_naive"], lengths=[(1, 1)], **how).path not in (None, begun.path)
 
@@ -885,7 +889,7 @@ def test_a_case_is_not_written_while_another_process_seals_the_folder(tmp_path: 
     rows = [CheckRow(stage="00_naive", problem=PROBLEMS[0], status="ok", verdict=PASSED)]
     with ThreadPoolExecutor() as pool:
         with store.locked(tmp_path / "test-gpu"):
-            written = pool.submit(check._append, SimpleNamespace(path=path), rows)
+            written = pool.submit(check._append, SimpleNamespace(path=path), rows, 0)
             assert wait([written], timeout=0.2).not_done
         written.result()
     assert json.loads(path.read_bytes())["ok"].keys() == {"00_naive"}

@@ -113,7 +113,7 @@ def check_stages(
 
         def append(cell: Cell) -> None:
             if id(cell) in of_case:
-                _append(book, of_case.pop(id(cell)))
+                _append(book, of_case.pop(id(cell)), options.seed)
 
         try:
             supervise(cells, book, options, {"emulate": emulate, "suite": suite}, named, take, append, late.why)
@@ -124,14 +124,15 @@ def check_stages(
 
 
 def _left(wanted: list[Case], folder: str, emulate: bool, options: Options) -> tuple[str | None, list[Case]]:
-    """The newest run of the current code on this GPU, or None, and the cases that it lacks."""
+    """The newest run of the current code and seed on this GPU, or None, and the cases that it lacks."""
     here = gpu.info(options.device)
     for path in reversed(store.files(options.data / here.slug / folder)):
         try:
             lines = read_lines(path)
         except DamagedRecordError:  # torn: `flashlab repair` is for it
             continue
-        if not lines or not bench.stands_for(lines[0].header, here, same_commit=True):
+        header = lines[0].header if lines else None
+        if header is None or header.seed != options.seed or not bench.stands_for(header, here, same_commit=True):
             continue
         done = {
             (line.problem, line.layout, line.stage)
@@ -145,11 +146,11 @@ def _left(wanted: list[Case], folder: str, emulate: bool, options: Options) -> t
     return None, wanted
 
 
-def _append(book: Book, rows: Sequence[CheckRow]) -> None:
+def _append(book: Book, rows: Sequence[CheckRow], seed: int) -> None:
     """Append a case to the run's file, which begins with the common header."""
     lines = [case_line(rows)]
     if not book.path.exists():
-        lines.insert(0, Header(**book.header()).line())
+        lines.insert(0, Header(**book.header(), seed=seed).line())
     store.append_lines(book.path, "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
 
 

@@ -79,6 +79,9 @@ class Header(Base):
 
     model_config = ConfigDict(extra="ignore")  # a line of the first format holds the comparison too
 
+    seed: int | None = None
+    """Seed of the inputs; None in older files."""
+
     def line(self) -> dict[str, Any]:
         """The first line of a file."""
         return {"format": FORMAT, **self.model_dump(mode="json")}
