@@ -1271,7 +1271,8 @@ SAMPLE_COLUMNS: Mapping[str, str] = _DOWNLOADS["samples"]
 
 def _in_each_state(row: Measurement) -> Iterator[tuple[dict[str, object], Samples | None]]:
     """The columns and samples of a row in each state with a time; once without samples if it has none."""
-    every = {name: getattr(row.cubin, name, getattr(row.verdict, name, None)) for name in MEASUREMENT_COLUMNS}
+    fields = {name: value for part in (row.verdict, row.cubin) if part for name, value in vars(part).items()}
+    every = {name: fields.get(name) for name in MEASUREMENT_COLUMNS}
     every |= {"time": row.time, "gpu": row.gpu.name, "gpu_fingerprint": row.gpu.fingerprint}
     every["cubin_sha256"] = row.cubin.sha256 if row.cubin else None
     for taken in row.samples:
@@ -1297,8 +1298,9 @@ def sample_lines(rows: Iterable[Measurement]) -> list[dict[str, object]]:
     lines = []
     for columns, taken in (state for row in rows for state in _in_each_state(row)):
         common = {name: columns.get(name) for name in SAMPLE_COLUMNS}
+        sm, call = (taken.sm_clock_mhz, taken.call_clock_mhz) if taken else ((), ())
         for index, time_us in enumerate(taken.time_us if taken else ()):
-            clocks = {name: getattr(taken, name)[index : index + 1] for name in ("sm_clock_mhz", "call_clock_mhz")}
-            clock = {name: round(values[0]) if values else None for name, values in clocks.items()}
-            lines.append(common | {"index": index, "time_us": float(f"{time_us:.7g}")} | clock)
+            clock = {"sm_clock_mhz": round(sm[index]) if sm else None}
+            clock["call_clock_mhz"] = round(call[index]) if call else None
+            lines.append({**common, "index": index, "time_us": float(f"{time_us:.7g}"), **clock})
     return lines
