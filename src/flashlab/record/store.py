@@ -471,6 +471,7 @@ def rewrite(gpu: str, name: str, text: str, data: Path = DATA) -> Path:
     return path
 
 
+@_uncollected()
 def verify(gpu: str, data: Path = DATA) -> tuple[Damage, ...]:
     """Verify all data of a GPU; returns the damage found.
 
