@@ -29,7 +29,7 @@ from flashlab.measure.harness import Book, Message, Send
 from flashlab.measure.options import Options
 from flashlab.record import store
 from flashlab.record.checks import CheckRow, EmulatorVerdict, Fallbacks, Header, case_line, read_lines
-from flashlab.record.schema import Verdict
+from flashlab.record.schema import Verdict, without_home
 from flashlab.run import emulator, gpu
 from flashlab.run.attention import prepare
 from flashlab.verify.cases import (
@@ -151,7 +151,8 @@ def _append(book: Book, rows: Sequence[CheckRow], seed: int) -> None:
     lines = [case_line(rows)]
     if not book.path.exists():
         lines.insert(0, Header(**book.header(), seed=seed).line())
-    store.append_lines(book.path, "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+    store.append_lines(book.path, without_home(text))
 
 
 # --- The worker -------------------------------------------------------------------------------------------------------

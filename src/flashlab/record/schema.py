@@ -848,9 +848,14 @@ def run_id(source: Source, start: datetime) -> str:
 
 
 def to_line(record: BaseModel) -> str:
-    """One line of JSON, newline included; `~` stands for the home folder, which messages of libraries may name."""
-    line, home = record.model_dump_json(), os.path.expanduser("~").rstrip("/")  # noqa: PTH111 - Path.home() may raise
-    return (line.replace(f"{home}/", "~/") if home.startswith("/") else line) + "\n"
+    """One line of JSON, newline included, `without_home`."""
+    return without_home(record.model_dump_json()) + "\n"
+
+
+def without_home(text: str) -> str:
+    """Text with `~` for the home folder, which messages of libraries may name."""
+    home = os.path.expanduser("~").rstrip("/")  # noqa: PTH111 - Path.home() may raise
+    return text.replace(f"{home}/", "~/") if home.startswith("/") else text
 
 
 def power_w(samples: Samples | None) -> float | None:
