@@ -109,6 +109,18 @@ def test_runs_that_came_without_their_checksums_are_taken_once_repaired(tmp_path
     assert [one.taken for one in collect([other], tmp_path / "data")] == [(f"runs/{OTHER}.jsonl",)]
 
 
+def test_folders_of_two_commits_are_not_taken_over_together(tmp_path: Path) -> None:
+    source = {"commit": "7654321", "dirty": False}
+    folders = [elsewhere(tmp_path / "other"), elsewhere(tmp_path / "third", MIXED, source=source)]
+    shift(folders[1] / SLUG / "runs" / f"{MIXED}.jsonl")
+    words = r"(?s)other, .*third: wanted new runs of one commit.* 0123abc, 7654321"
+    with pytest.raises(DamagedRecordError, match=words):
+        collect(folders, tmp_path / "data")
+    assert not (tmp_path / "data").exists()
+    collect(folders, tmp_path / "data", commit="7654321")
+    assert [path.stem for path in store.files(tmp_path / "data" / SLUG / "runs")] == [MIXED]
+
+
 @pytest.mark.parametrize(
     ("harm", "words"),
     [

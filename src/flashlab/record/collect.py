@@ -56,7 +56,6 @@ def collect(folders: Sequence[Path], data: Path = DATA, *, commit: str = "") -> 
         here = {path: data / gpu / path.relative_to(source) for path in files}
         # Another folder may have another copy of a run.
         new = {path: target for path, target in here.items() if not _is_there(path, plan.get(target, target))}
-        _of_one_commit(source, new)
         plan |= {target: path for path, target in new.items()}
         names = {path: path.relative_to(source).as_posix() for path in files}
         taken, known = ([names[path] for path in files if (path in new) == is_new] for is_new in (True, False))
@@ -65,6 +64,7 @@ def collect(folders: Sequence[Path], data: Path = DATA, *, commit: str = "") -> 
             plan[data / gpu / "machine.json"] = source / "machine.json"
     if commit and not any(result.taken or result.known for result in collected):
         raise NoDataError(f"wanted runs of commit {commit} in {', '.join(map(str, folders))}, found none")
+    _of_one_commit(", ".join(map(str, folders)), plan.values())
     _rehearse(plan, data)
     for target, path in plan.items():
         writable_dir(target.parent, "records")
@@ -108,7 +108,7 @@ def _is_there(path: Path, target: Path) -> bool:
     raise DamagedRecordError(f"wanted {path} as it is at {target}, or longer, got other lines: one of them was changed")
 
 
-def _of_one_commit(source: Path, new: Iterable[Path]) -> None:
+def _of_one_commit(source: str, new: Iterable[Path]) -> None:
     runs = {path.stem: match for path in new if (match := re.match(schema.RUN, path.stem))}
     if dirty := [run for run, match in runs.items() if match["dirty"]]:
         raise DamagedRecordError(_refused(source, "runs of a commit as it is", dirty))
@@ -138,6 +138,6 @@ def _rehearse(plan: Mapping[Path, Path], data: Path) -> None:
                 raise DamagedRecordError(_refused(data / gpu, "sound records with the new ones", damage))
 
 
-def _refused(folder: Path, wanted: str, problems: Iterable[object]) -> str:
+def _refused(folder: Path | str, wanted: str, problems: Iterable[object]) -> str:
     listed = "\n  ".join(map(str, problems))
     return f"{folder}: wanted {wanted}, found:\n  {listed}\nNothing was taken over"
