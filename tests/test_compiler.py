@@ -551,8 +551,14 @@ def test_what_nobody_uses_for_days_is_deleted_once_a_day(tmp_path: Path, empty_c
     assert cached(2) == [True], "used now"
     assert cached(3) == [False]
     assert len([*empty_cache.iterdir()]) == 3, "looked at today"
+    for name in (".new-killed", ".new-now"):
+        (empty_cache / name / "entry").mkdir(parents=True)
+    aged(6, empty_cache / ".new-killed")
     aged(1.1, empty_cache.parent / "trimmed")
     assert cached(4) == [False]
+    assert [path.name for path in empty_cache.glob(".new-*")] == [".new-now"]
+    (empty_cache / ".new-now" / "entry").rmdir()
+    (empty_cache / ".new-now").rmdir()
     assert len([*empty_cache.iterdir()]) == 3
     assert cached(2, 3, 4, 1) == [True, True, True, False], "the one that nobody used is gone"
 

@@ -25,6 +25,7 @@ from flashlab.core.paths import cache_dir, digest, writable_dir
 
 _FORMAT = 3
 _FACTS = "facts.json"
+_NEW = ".new-"  # begins the names of folders in which entries are made
 _TRIMMED = "trimmed"
 """A file whose modification time is that of the last deletion of unused entries."""
 _DAY_S = 24 * 3600.0
@@ -98,20 +99,20 @@ def _note_use(facts: Path) -> None:
 
 
 def _trim() -> None:
-    """Delete unused entries, unless that was done within a day."""
+    """Delete unused entries, and what killed processes left of new ones, unless that was done within a day."""
     stamp = cache_dir() / _TRIMMED
     if _age_s(stamp) < _DAY_S:
         return
     with contextlib.suppress(OSError):
         stamp.touch()
-        for facts in cache_dir().glob(f"*/*/{_FACTS}"):
-            if _UNUSED_S < _age_s(facts) < math.inf:
-                shutil.rmtree(facts.parent, ignore_errors=True)
+        for path in (*cache_dir().glob(f"*/*/{_FACTS}"), *cache_dir().glob(f"*/{_NEW}*")):
+            if _UNUSED_S < _age_s(path) < math.inf:
+                shutil.rmtree(path if path.name.startswith(_NEW) else path.parent, ignore_errors=True)
 
 
 def _make(folder: Path, files: Sequence[str], make: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
     """Fill a folder and rename it to the entry; on failure, nothing is left behind."""
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as temporary:
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=_NEW) as temporary:
         work = Path(temporary) / "entry"
         work.mkdir()
         facts = dict(make(work))
