@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,14 @@ def test_a_kernel_takes_what_it_is_passed(stage: Stage) -> None:
     constants = [argument.arg for argument in kernel.args.args if argument.annotation is not None]
     assert constants == list(triton_code.CONSTANTS)
     assert {"TILE_Q", "TILE_KV", "WARPS", "PIPELINE_STAGES", "MAX_REGISTERS"} == set(stage.params)
+
+
+def test_the_compiler_ends_with_the_worker_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker is killed with its process group."""
+    command = [sys.executable, "-c", "import os; print(os.getpgrp())"]
+    monkeypatch.setattr(triton_code, "worker", lambda *_: (command, None))
+    how: dict[str, Any] = {"dtype": "float16", "constants": {}, "options": {}, "capability": (9, 0), "aligned": True}
+    assert triton_code.compile_kernel(Path("none.py"), entry="none", **how) == (None, f"{os.getpgrp()}\n", {})
 
 
 @pytest.mark.parametrize(

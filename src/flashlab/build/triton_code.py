@@ -116,7 +116,6 @@ def compile_kernel(
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env=variables,
-            process_group=0,
             check=False,
         )
         log = run.stdout.decode(errors="replace")
