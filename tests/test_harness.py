@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -144,6 +145,13 @@ def test_a_worker_ends_when_its_parent_was_killed(tmp_path: Path) -> None:
     while Path(f"/proc/{begun.read_text()}").exists():
         assert time.monotonic() < ends
         time.sleep(0.1)
+
+
+def test_a_worker_ends_when_its_parent_was_killed_before_it_began(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")  # which nobody reads
+    (tmp_path / "job.json").write_text("{}", encoding="utf-8")
+    command = [sys.executable, "-c", BEGIN + "    pass\n" + END, "--connect", str(tmp_path / "pipe")]
+    assert subprocess.run(command, timeout=20, capture_output=True).returncode == 1
 
 
 def test_a_wrapped_worker_is_waited_for_and_its_output_is_read() -> None:

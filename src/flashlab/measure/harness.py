@@ -234,7 +234,9 @@ def serve(work: Callable[[Message, Send], None]) -> int:
     parser.add_argument("--connect", required=True, help="the pipe of the parent, beside its job", type=Path)
     path = parser.parse_args().connect
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    with path.open("w", encoding="utf-8") as pipe:
+    handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # raises if the parent is gone, instead of waiting for ever
+    os.set_blocking(handle, True)
+    with os.fdopen(handle, "w", encoding="utf-8") as pipe:
         return _serve(work, json.loads(path.with_name(_JOB).read_text(encoding="utf-8")), pipe)
 
 
