@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -179,6 +180,19 @@ def test_a_gpu_is_locked_while_it_is_measured(tmp_path: Path, monkeypatch: pytes
     with harness.Book(tmp_path / "b", "runs") as third:
         third.hello(HELLO)
         assert third.path.parent == tmp_path / "b" / "test-gpu" / "runs"
+
+
+def test_a_run_is_listed_though_machine_json_was_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path / "cache"))
+    paths = []
+    for expected in (contextlib.nullcontext(), pytest.raises(errors.DamagedRecordError, match=r"machine\.json")):
+        with expected, harness.Book(tmp_path, "runs") as book:
+            book.hello(HELLO)
+            book.path.write_text("{}\n", encoding="utf-8")
+            paths.append(book.path)
+        (tmp_path / "test-gpu" / "machine.json").write_text("{}", encoding="utf-8")
+    listed = (tmp_path / "test-gpu" / "CHECKSUMS").read_text(encoding="utf-8")
+    assert all(f"  runs/{path.name}\n" in listed for path in paths)
 
 
 def test_the_host_is_described_without_its_name() -> None:

@@ -317,8 +317,8 @@ class Book:
     def __exit__(self, *_: object) -> None:
         with self._stack:
             if self.gpu is not None and self.path.exists():
+                self._stack.callback(store.write_checksums, self.gpu.slug, self._data, written=self.path)
                 store.write_machine(Machine(gpu=self.gpu, host=host()), self._data)
-                store.write_checksums(self.gpu.slug, self._data, written=self.path)
 
     def hello(self, message: Message) -> None:
         """Take GPU and software from a worker's greeting, and lock the GPU, which must be the same for all workers.
