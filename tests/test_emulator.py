@@ -383,6 +383,14 @@ def test_an_unknown_function_is_named_with_its_line(tmp_path: Path) -> None:
     assert f"kernel.cu:{line_of(tmp_path, '// here')}" in (caught.value.source_line or "")
 
 
+@needs_compiler
+def test_a_macro_that_the_emulation_uses_itself_is_named(tmp_path: Path) -> None:
+    source = tmp_path / "kernel.cu"
+    source.write_text('extern "C" __global__ void kernel(float* out) { out[0] = HALF; }\n', encoding="utf-8")
+    with pytest.raises(CompileError, match=r"expected unqualified-id.*the emulation uses the name HALF itself"):
+        build_file(source, entry="kernel", defines={"HALF": 3})
+
+
 def test_a_file_without_the_kernel_says_what_it_has(tmp_path: Path) -> None:
     if NO_COMPILER:
         pytest.skip(NO_COMPILER)

@@ -379,7 +379,11 @@ def _compile(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 # --- what the C++ compiler said ---
 
 
-_ERROR = re.compile(r"^(?P<file>[^\s:][^:\n]*):(?P<line>\d+):(?:\d+:)? (?:fatal )?error: (?P<text>.*)$", re.MULTILINE)
+# Without a line: an error in the value of a macro of the command line.
+_ERROR = re.compile(
+    r"^(?P<file>[^\s:][^:\n]*):(?:(?P<line>\d+):)?(?:\d+:)? (?:fatal )?error: (?P<text>.*)$", re.MULTILINE
+)
+_MACRO = re.compile(r"note: (?:in expansion of|expanded from) macro '(\w+)'")
 
 _AT = r"([^\s:][^:\n]*):(\d+):(?:\d+:)? +"
 _EXPANSION = re.compile(rf"^{_AT}note: (?:in expansion|in definition|expanded)", re.MULTILINE)
@@ -404,6 +408,8 @@ def _refusal(request: _Request, log: str) -> CompileError:
         if own:
             where, text = quote(own[0][0], int(own[0][1])), error["text"]
             break
+    if where is None and (macro := _MACRO.search(log)) and macro[1] in dict(request.macros):
+        text += f": the emulation uses the name {macro[1]} itself"
     return request.error(f"wanted code for the CPU, got an error: {text}", log, where)
 
 
