@@ -52,6 +52,14 @@ def test_a_blank_fits_the_kernel_and_does_not_tell(name: str) -> None:
         assert "Nothing is filled in" in str(check(name, unfilled))
 
 
+@needs_compiler
+def test_an_answer_that_never_reaches_shared_memory_is_wrong() -> None:
+    tried = check("swizzle", "*(volatile int*)0")
+    assert not tried.passed
+    assert tried.conflicts is None
+    assert "**Wrong.**" in str(tried)
+
+
 @pytest.mark.parametrize("line", ["const int num_keys = ____ ;", "const int ____;", "no such line ____;"])
 def test_a_blank_that_the_kernel_no_longer_has_once_is_refused(line: str) -> None:
     with pytest.raises(ParameterError, match=r"wanted one line of 00_naive\.cu"):

@@ -101,11 +101,12 @@ class Checked:
 
     @property
     def conflicts(self) -> float | None:
-        """Ratio of its shared-memory wavefronts to the ideal; None if not limited."""
+        """Ratio of its shared-memory wavefronts to the ideal; None if not limited, or if it made no access."""
         if self.exercise.conflicts is None or not self.trial or not self.trial.report:
             return None
         counters = [counter for counter in self.trial.report.counters if counter.space == "shared"]
-        return sum(counter.wavefronts for counter in counters) / sum(counter.ideal_wavefronts for counter in counters)
+        ideal = sum(counter.ideal_wavefronts for counter in counters)
+        return sum(counter.wavefronts for counter in counters) / ideal if ideal else None
 
     @property
     def passed(self) -> bool:
