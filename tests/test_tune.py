@@ -243,6 +243,26 @@ def test_trials_are_compared_within_their_round() -> None:
     }
 
 
+def test_trials_of_stages_off_the_ladder_are_compared_too() -> None:
+    stage, problem = registry.DECODE["d0_split_kv"], Problem.parse("1x32x8x1x8192x128")
+    start, other = stage.parameters(128), stage.parameters(128, {"PIPELINE_STAGES": 2})
+    assert start != other
+    how: dict[str, Any] = {"problem": problem, "stage": stage.id}
+    alone = "20260102T030406Z-0123abc"
+    found = tuning.trials(
+        [
+            record(start, 100.0, **how),
+            record(other, 50.0, **how),
+            record({**start, "PIPELINE_STAGES": 4}, 40.0, run=alone, **how),  # without the defaults
+            record({**start, "PIPELINE_STAGES": 99}, None, **how),
+        ]
+    )
+    assert [trial["speedup"] for trial in found] == [1.0, 2.0, None, None]
+    levers = tuning.levers_table({tuning.Key(stage.id, problem): found})
+    assert "2: 2.000" in levers
+    assert "4: not compared, 99: does not run" in levers
+
+
 def test_what_changed_only_together_has_one_worth() -> None:
     """A list of a few variants says what a change as a whole is worth, and not what each of its tunables is."""
     start = STAGE.parameters(64)

@@ -19,6 +19,8 @@ from flashlab.show import tables
 
 Trial = Mapping[str, Any]
 """One variant for one key, from `trials`."""
+_STAGES = {**registry.RUNGS, **registry.OFF_LADDER}
+"""Every stage, by id."""
 
 
 def trials(records: Iterable[Tuning]) -> list[Trial]:
@@ -31,7 +33,7 @@ def trials(records: Iterable[Tuning]) -> list[Trial]:
     by_run = grouped(of_stages, lambda record: (record.run, Key(record.stage, record.problem)))
     best: dict[tuple[Key, Items], Trial] = {}
     for (_, key), of_run in sorted(by_run.items(), key=lambda item: item[0][0]):
-        stage = registry.RUNGS.get(key.stage)
+        stage = _STAGES.get(key.stage)
         defaults = None if stage is None else stage.parameters(key.problem.head_dim)
         start = next((r.samples_of() for r in of_run if r.parameters == defaults and r.status == "ok"), None)
         for record in of_run:
@@ -51,8 +53,8 @@ def trials(records: Iterable[Tuning]) -> list[Trial]:
 def worth(of_key: Sequence[Trial]) -> dict[tuple[str, ...], dict[tuple[int, ...], float | None]]:
     """By tunable and value, the best speed-up over the defaults of any variant with that value.
 
-    None if no such variant ran. Tunables that changed only together are one key, with a value of each. Tunables with a
-    single value tried are left out.
+    None if no such variant has a speed-up. Tunables that changed only together are one key, with a value of each.
+    Tunables with a single value tried are left out.
     """
     together: dict[tuple[int, ...], list[str]] = {}
     for name in dict.fromkeys(name for trial in of_key for name in trial["parameters"]):
@@ -99,7 +101,7 @@ def winners_table(trials: Mapping[Key, Sequence[Trial]], *, rows: Iterable[Choic
             for trial in of_key
             if trial["parameters"] == row.parameters and trial["speedup"] is not None
         ]
-        stage = registry.RUNGS.get(row.stage)
+        stage = _STAGES.get(row.stage)
         differs = _text(row.parameters, stage.parameters(row.problem.head_dim) if stage else None)
         gain = f"{gains[0]:.3f}" if gains else None
         lines.append([row.stage, row.problem.label, differs, gain, str(len(of_key)), row.run])
@@ -154,8 +156,11 @@ def levers_table(trials: Mapping[Key, Sequence[Trial]]) -> str:
     for key, of_key in trials.items():
         lines: list[list[tables.Cell]] = []
         for names, best in worth(of_key).items():
+            # Some ran, but in no run with the defaults.
+            ran = {tuple(trial["parameters"].get(name) for name in names) for trial in of_key if trial["median_us"]}
             values = [
-                f"{' '.join(map(str, value))}: {'does not run' if speed is None else f'{speed:.3f}'}"
+                f"{' '.join(map(str, value))}: "
+                + (f"{speed:.3f}" if speed else "not compared" if value in ran else "does not run")
                 for value, speed in best.items()
             ]
             reached = [speed for speed in best.values() if speed is not None]
