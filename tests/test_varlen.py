@@ -24,7 +24,7 @@ from flashlab.run import arrays, emulator
 from flashlab.run import attention as run
 from flashlab.run.arguments import VarlenParams, params_for, tile_map
 from flashlab.run.attention import emulate
-from flashlab.run.plan import by_head, plan
+from flashlab.run.plan import by_head, check_lengths, plan
 from flashlab.verify import cases
 from flashlab.verify.verdict import Guarded, check
 
@@ -177,6 +177,13 @@ def test_wrong_numbers_are_refused_in_host_memory(changed: dict[str, Any], messa
     how |= {name: np.array(x, np.int32) if isinstance(x, list) else x for name, x in changed.items()}
     with pytest.raises(errors.InputError, match=message):
         flashlab.varlen_attention(SOUND.q, SOUND.k, SOUND.v, **how)
+
+
+@pytest.mark.parametrize("value", [None, 5.0, True, 0])
+def test_an_upper_bound_that_is_none_is_refused_before_the_lengths_are_compared(value: Any) -> None:
+    """On a GPU `check` compares them before the call is planned."""
+    with pytest.raises(errors.ParameterError, match=f"max_seqlen_q: wanted a positive integer, got {value}"):
+        check_lengths(SOUND.at_q, SOUND.at_k, total_q=8, total_k=10, max_seqlen_q=value)
 
 
 @pytest.mark.parametrize("check", [None, 1, "no"])

@@ -162,9 +162,13 @@ def _varlen(problem: Problem, cu_seqlens_q: DeviceArray, cu_seqlens_k: DeviceArr
             f"cu_seqlens_q: wanted at most {_MAX_GRID_YZ} sequences, and fewer than 2^31 tiles of {_LEAST_TILE} rows "
             f"in all heads, got {batch} sequences; split the call"
         )
+    _check_max_seqlen(max_seqlen_q)
+    return replace(problem, batch=batch, q_len=min(int(max_seqlen_q), problem.q_len), varlen=True)
+
+
+def _check_max_seqlen(max_seqlen_q: Any) -> None:
     if isinstance(max_seqlen_q, bool) or not isinstance(max_seqlen_q, numbers.Integral) or max_seqlen_q < 1:
         raise ParameterError(f"max_seqlen_q: wanted a positive integer, got {max_seqlen_q!r}")
-    return replace(problem, batch=batch, q_len=min(int(max_seqlen_q), problem.q_len), varlen=True)
 
 
 def check_cu_seqlens(array: DeviceArray, name: str) -> None:
@@ -175,8 +179,9 @@ def check_cu_seqlens(array: DeviceArray, name: str) -> None:
     check_contiguous(name, array)
 
 
-def check_lengths(cu_seqlens_q: Any, cu_seqlens_k: Any, *, total_q: int, total_k: int, max_seqlen_q: int) -> None:
-    """Raise `InputError` if the values of cumulative lengths, NumPy arrays, are invalid."""
+def check_lengths(cu_seqlens_q: Any, cu_seqlens_k: Any, *, total_q: int, total_k: int, max_seqlen_q: Any) -> None:
+    """Raise `InputError` if `max_seqlen_q`, or the values of cumulative lengths, NumPy arrays, are invalid."""
+    _check_max_seqlen(max_seqlen_q)
     shown = 12
     for name, cu_seqlens, total in (("q", cu_seqlens_q, total_q), ("k", cu_seqlens_k, total_k)):
         lengths = cu_seqlens[1:].astype("int64") - cu_seqlens[:-1]
