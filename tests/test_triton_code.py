@@ -8,6 +8,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import flashlab
 from flashlab.build import compiler, sass, triton_code
 from flashlab.core import errors
 from flashlab.core.problem import Problem
+from flashlab.experiments import triton_interpreter
 from flashlab.kernels import registry
 from flashlab.kernels.registry import STAGES, Stage
 from flashlab.run.arguments import AttentionParams, TensorView, triton_arguments, triton_parameters
@@ -64,6 +66,15 @@ def test_the_compiler_ends_with_the_worker_that_started_it(monkeypatch: pytest.M
     monkeypatch.setattr(triton_code, "worker", lambda *_: (command, None))
     how: dict[str, Any] = {"dtype": "float16", "constants": {}, "options": {}, "capability": (9, 0), "aligned": True}
     assert triton_code.compile_kernel(Path("none.py"), entry="none", **how) == (None, f"{os.getpgrp()}\n", {})
+
+
+def test_an_interpreter_that_was_killed_in_time_did_not_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_interpreter, "run_worker", lambda *_: (-9, "", ""))
+    kernel: Any = SimpleNamespace(name="t0_triton", source="none.py", entry="none")
+    with pytest.raises(errors.EmulationError, match="ended by SIGKILL") as caught:
+        triton_interpreter.interpret(kernel, {}, constants={}, dtype="float16", grid=(1, 1, 1))
+    assert caught.value.report is not None
+    assert caught.value.report.status == "crash"
 
 
 @pytest.mark.parametrize(

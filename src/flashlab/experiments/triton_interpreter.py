@@ -98,11 +98,12 @@ def interpret(
         )
         code, printed, errors = run_worker(command, "", timeout_s, cancel, environment)
         printed += errors
-        stopped = timeout_s is not None and -code in (signal.SIGTERM, signal.SIGKILL)
+        seconds = time.perf_counter() - start
+        stopped = timeout_s is not None and code < 0 and seconds >= timeout_s
         status: Status = "ok" if code == 0 else "timeout" if stopped else "crash"
-        last = printed.strip().rpartition("\n")[2]
+        last = printed.strip().rpartition("\n")[2] or f"ended by {signal.Signals(-code).name}" * (code < 0)
         message = {"ok": "", "timeout": f"not done after {timeout_s or 0:g} seconds"}.get(status, last)
-        report = Report(status=status, message=message, seconds=time.perf_counter() - start, printed=printed)
+        report = Report(status=status, message=message, seconds=seconds, printed=printed)
         if status != "ok":
             raise EmulationError(
                 f"{kernel.name} in Triton's interpreter: {message}" + (f"\n{printed}" if status == "crash" else ""),
