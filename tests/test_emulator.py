@@ -354,6 +354,32 @@ def test_ctrl_c_ends_the_worker(tmp_path: Path) -> None:
         assert built.executable not in [exe.resolve() for exe in running]
 
 
+@needs_compiler
+@pytest.mark.skipif(not Path("/proc/self/exe").exists(), reason="needs Linux")
+def test_a_worker_ends_when_its_parent_was_killed(tmp_path: Path) -> None:
+    built = kernel(tmp_path, "  volatile float* spin = out;\n  while (spin[0] != 1) { }")
+    script = (
+        "import sys, numpy as np\nfrom pathlib import Path\nfrom flashlab.run.emulator import build_file, launch\n"
+        "built = build_file(Path(sys.argv[1]), entry='kernel')\n"
+        "launch(built, [np.zeros(1, np.float32)], grid=[1], block=[32])\n"
+    )
+
+    def running() -> list[Path]:
+        every = Path("/proc").glob("[0-9]*/exe")
+        return [exe for exe in every if os.access(exe, os.R_OK) and exe.resolve() == built.executable.resolve()]
+
+    parent = subprocess.Popen([sys.executable, "-c", script, str(built.source)])
+    while not running():
+        assert parent.poll() is None
+        time.sleep(0.05)
+    parent.kill()
+    parent.wait()
+    ends = time.monotonic() + 20
+    while running():
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+
+
 # --- what goes wrong before ---
 
 

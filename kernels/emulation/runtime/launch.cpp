@@ -12,6 +12,7 @@
 #include <mach-o/ldsyms.h>
 #include <sys/ucontext.h>
 #else
+#include <sys/prctl.h>
 #include <ucontext.h>
 #endif
 
@@ -604,6 +605,9 @@ int describe() {
 }  // namespace emu
 
 int main(int count, char** values) {
+#ifndef __APPLE__
+  prctl(PR_SET_PDEATHSIG, SIGKILL);  // sent when the thread that started it ends: a kernel may hang
+#endif
   try {
     if (count == 2 && std::strcmp(values[1], "--describe") == 0) return emu::describe();
     return emu::run(std::cin);
