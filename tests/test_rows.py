@@ -84,3 +84,10 @@ def test_the_explorer_has_every_time_and_says_which_the_pages_show(tmp_path: Pat
         if rate is not None:
             assert shown[row.run, row.name, "burst, hot L2"] == pytest.approx(rate)
     assert (NEW, "00_naive", "burst, hot L2") not in shown
+
+
+def test_the_explorer_relates_fp8_to_the_peak_of_fp8(tmp_path: Path) -> None:
+    write(tmp_path, OLD, *(measurement(name, FIRST, run=OLD) for name in ("00_naive", "f0_e4m3", "fa3_fp8")))
+    for line in explorer.lines(GPU, tmp_path):
+        peak = measurement("00_naive", FIRST).gpu.tensor_percent(line["tflops"], line["clock"])
+        assert line["peak"] == (peak if line["name"] == "00_naive" or peak is None else pytest.approx(peak / 2))

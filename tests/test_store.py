@@ -796,7 +796,8 @@ def _of_another_machine(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "sound"), [("f0_e4m3", True), ("f0_e4m3[TILE_KV=64]", True), ("fp8_simulated", False)]
+    ("name", "sound"),
+    [("f0_e4m3", True), ("f0_e4m3[TILE_KV=64]", True), ("fa3_fp8", True), ("fp8_simulated", False), ("fa3", False)],
 )
 def test_what_multiplies_fp8_may_pass_the_peak_of_16_bits(data: Path, name: str, sound: bool) -> None:
     time_us = LARGE.flops / 1100e6  # between the peak and twice the peak of a Hopper GPU

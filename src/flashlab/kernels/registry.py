@@ -603,6 +603,12 @@ RUNGS: Mapping[str, Stage] = {**STAGES, **{name: stage for name, stage in DEAD_E
 """Stages that records of the ladder may have: current ones, then retired ones."""
 
 
+def peak_factor(name: str) -> int:
+    """The tensor cores' peak for a stage, library or ceiling, over that of 16 bits: 2 if it multiplies FP8, else 1."""
+    stage = OFF_LADDER.get(name.partition("[")[0])
+    return 2 if (stage.precision in ("e4m3", "e4m3_scaled") if stage else "fp8" in name) else 1
+
+
 def faults(stage: Stage) -> tuple[str, ...]:
     """Describe what is missing in the three files of a stage; empty if it is complete.
 

@@ -209,9 +209,7 @@ def _impossible(record: Any) -> str:
         of = getattr(record, "problem", record)
         rates = [of.tflops(samples.median_us) for samples in _series(record)]
     name = getattr(record, "stage", getattr(record, "name", ""))
-    stage = registry.OFF_LADDER.get(name.partition("[")[0])
-    in_fp8 = stage.precision in ("e4m3", "e4m3_scaled") if stage else name.startswith("fp8")
-    peak *= 2 if in_fp8 else 1
+    peak *= registry.peak_factor(name)
     fastest = max(rates, default=0.0)
     return f"{fastest:.0f} TFLOP/s, above the {peak:.0f} that its GPU can reach" if fastest > peak else ""
 

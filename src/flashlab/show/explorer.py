@@ -11,6 +11,7 @@ from typing import Any
 from flashlab.core.inputs import KINDS, NORMAL
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Cache, Regime, suite
+from flashlab.kernels import registry
 from flashlab.query import select
 from flashlab.query.rows import sessions, state_of
 from flashlab.query.select import Policy, Results
@@ -48,7 +49,7 @@ def lines(gpu: str, data: Path = DATA) -> list[dict[str, Any]]:
         record = line.record
         if not isinstance(record, Measurement):
             continue
-        problem = record.problem
+        problem, of_peak = record.problem, registry.peak_factor(record.name)
         alike = replace(problem, inputs=NORMAL)
         for state in states(record):
             values = state_of(record, *state)
@@ -66,7 +67,7 @@ def lines(gpu: str, data: Path = DATA) -> list[dict[str, Any]]:
                     "us": values["median_us"],
                     "tflops": values["tflops"],
                     "clock": values["call_clock_mhz"],
-                    "peak": record.gpu.tensor_percent(values["tflops"], values["call_clock_mhz"]),
+                    "peak": record.gpu.tensor_percent(values["tflops"] / of_peak, values["call_clock_mhz"]),
                     "samples": values["samples"],
                     "shown": int(not record.with_lse and (record.run, record.name, problem, *state) in shown),
                 }
