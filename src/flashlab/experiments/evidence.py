@@ -541,13 +541,13 @@ def absolute_error(records: Records, entry: Entry) -> Finding:
     """The largest error of the newest checked result, passed or not."""
     rows = _judged(records, entry.problem)
     (row,) = newest(rows, entry.operands, _bench(entry.problem, entry.operands))
-    return Finding(_exact(row.verdict.max_abs_error), (row,))
+    return Finding(_exact(row.verdict.overall_max_error), (row,))
 
 
 def _judged(records: Records, problem: Problem) -> list[Row]:
-    """Results checked against the oracle at a problem, passed or not."""
+    """Results checked against the oracle at a problem, passed or not, with the largest error over all compared rows."""
     compared = (row for row in records.measurements if row.problem == problem and row.verdict)
-    return [row for row in compared if row.verdict.max_abs_error is not None]
+    return [row for row in compared if row.verdict.overall_max_error is not None]
 
 
 @_quantity(of_its_gpu=False)
@@ -556,7 +556,7 @@ def largest_error(records: Records, entry: Entry) -> Finding:
 
     Each is an error against float64, so that their sum bounds the difference between the two.
     """
-    errors = [(row.verdict.max_abs_error, row) for row in _judged(records, entry.problem) if row.status == "ok"]
+    errors = [(row.verdict.overall_max_error, row) for row in _judged(records, entry.problem) if row.status == "ok"]
     ours = [pair for pair in errors if pair[1].name in registry.RUNGS]
     theirs = [pair for pair in errors if pair[1].name in entry.names]
     if not ours or not theirs:
