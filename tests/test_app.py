@@ -428,7 +428,7 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
         (("sweep", "plan", "--ray", "local"), "flashlab[sweep]"),
         (("sweep", "plan", "--gpu", "nope"), "wanted a GPU, got nope. --gpu selects one to plan for"),
         (("sweep", "run", "--gpu", "nope"), "wanted a GPU, got nope"),
-        (("collect", "/none/such"), "has no records"),
+        (("collect", "/none/such"), "does not exist"),
         (("compare", "a", "b"), "wanted records"),
         (("repair",), "wanted folders of records under"),
         (("tune", "09", "--shape", "bad", "--dry-run"), "shape: wanted BxHxSxD"),

@@ -896,11 +896,11 @@ def test_a_case_is_not_written_while_another_process_seals_the_folder(tmp_path: 
 
 
 def test_a_check_does_not_name_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("HOME", "/home/ubuntu")
     path = tmp_path / "test-gpu" / "checks" / "20260105T000000Z-0123abc-4f2a91.jsonl"
     path.parent.mkdir(parents=True)
     path.touch()
-    reason = "OSError: /home/somebody/lib/libcuda.so: cannot open"
+    reason = "OSError: /home/ubuntu/lib/libcuda.so: cannot open"
     row = CheckRow(stage="00_naive", problem=PROBLEMS[0], status="error", reason=reason)
     check._append(SimpleNamespace(path=path), [row], 0)
     assert json.loads(path.read_bytes())["other"][0]["reason"] == "OSError: ~/lib/libcuda.so: cannot open"
