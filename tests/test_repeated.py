@@ -269,7 +269,7 @@ def test_what_a_first_call_refuses_a_repeated_one_does(driver: Driver) -> None:
         ({"out": q}, "apart from q"),
         ({"out": k[:, :, :1]}, "shape of q"),
         ({"stream": "5"}, "stream: wanted"),
-        ({"params": {"THREADS": [64]}}, "THREADS: wanted an integer from 0 to"),
+        ({"params": {"THREADS": [64]}}, "THREADS: wanted an integer from 1 to"),
     ):
         with pytest.raises(errors.InputError, match=words):
             attention(q, k, v, stage=PLAIN, **wrong)
