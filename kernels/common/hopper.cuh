@@ -75,7 +75,7 @@ __device__ __forceinline__ void fill_begin(ptx::Mbarrier* full, unsigned bytes) 
 template <int ROWS, int NUM_THREADS>
 __device__ __forceinline__ void fill(element* tile_smem, const Source& source, int first_row, ptx::Mbarrier* full, int thread) {
   if constexpr (ALIGNED) {
-    const int row = VARLEN ? min(first_row, source.length - 1) : first_row;   // see AttentionMaps; rows past the end may hold anything
+    const int row = VARLEN ? min(first_row, source.length - 1) : first_row;   // see AttentionMaps; only of Q a tile may begin past the end
     ptx::cp_async_bulk_tensor_5d_load(tile_smem, source.map, full, 0, source.map_row + row, 0, source.head, source.batch);
   } else {
     const element* head_gmem = head_of(*source.view, source.batch, source.head);

@@ -1,5 +1,5 @@
 // The producer warpgroup of the persistent stages from 13 on, and the tile scheduler. One warp fetches work tiles and loads their Q,
-// each as late as it can still arrive in time; the other three warps load K and V.
+// each as late as it can still arrive in time; the other three load K and V. With TMA, one thread each of the first two warps does it all.
 //
 // The stage defines TILE_KV, NUM_CONSUMERS, PIPELINE_STAGES and L2_SHARE_MB; its SharedStorage has Q[Q_BUFFERS][NUM_CONSUMERS],
 // K and V[PIPELINE_STAGES], work[Q_STAGES] and the mbarriers used here.

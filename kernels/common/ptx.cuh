@@ -27,14 +27,14 @@ __device__ __forceinline__ float tanh_approx(float x) {
   return y;
 }
 
-// 9.7.6.6 selp: `a` if the predicate is true, else `b`; both are evaluated.
+// 9.7.6.3 selp: `a` if the predicate is true, else `b`; both are evaluated.
 __device__ __forceinline__ float selp_f32(float a, float b, bool predicate) {
   float y;
   asm("{\n.reg .pred p;\nsetp.ne.s32 p, %3, 0;\nselp.f32 %0, %1, %2, p;\n}" : "=f"(y) : "f"(a), "f"(b), "r"(static_cast<int>(predicate)));
   return y;
 }
 
-// 9.7.9.12 st.global under a predicate: stores 2 or 4 bytes, or nothing if the predicate is false.
+// 9.7.9.11 st.global under a predicate: stores 2 or 4 bytes, or nothing if the predicate is false.
 template <typename T>
 __device__ __forceinline__ void st_global_if(T* target, T value, bool predicate) {
   static_assert(sizeof(T) == 2 || sizeof(T) == 4, "T must have 2 or 4 bytes");
@@ -76,7 +76,7 @@ __device__ __forceinline__ void bar_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// 9.7.9.8 ld.relaxed, 9.7.9.12 st.relaxed: for words that other blocks access at the same time. Each word of a vector is accessed
+// 9.7.9.8 ld.relaxed, 9.7.9.11 st.relaxed: for words that other blocks access at the same time. Each word of a vector is accessed
 // as a whole, but on its own; other accesses are not ordered by it.
 __device__ __forceinline__ int ld_relaxed_gpu(const int* source_gmem) {
   int r;

@@ -357,9 +357,9 @@ __device__ __forceinline__ void griddepcontrol_launch_dependents() {
 __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // 9.7.19.5 setmaxnreg: sets the warpgroup's registers per thread; an increase blocks until enough registers have been released.
-// The block has the registers of its launch and no more: threads · (65536 / threads, rounded down to a multiple of 8, at most 256).
-// ptxas must know this number at the kernel's entry, from `__launch_bounds__(threads, 1)`: otherwise it ignores the instruction,
-// with advisory C7508, which flashlab's compiler treats as an error.
+// The block has the registers of its launch and no more: with `__launch_bounds__(threads, blocks)`, for each thread 65536 / blocks /
+// threads, rounded down to a multiple of 8, at most 256. Without such a bound ptxas does not know this number at the kernel's entry
+// and ignores the instruction, with advisory C7508, which flashlab's compiler treats as an error.
 template <int REGISTERS>
 __device__ __forceinline__ void setmaxnreg_inc() {
   static_assert(REGISTERS >= 24 && REGISTERS <= 256 && REGISTERS % 8 == 0, "REGISTERS must be a multiple of 8 from 24 to 256");

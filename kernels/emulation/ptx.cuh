@@ -125,7 +125,7 @@ __forceinline__ float tanh_approx(float x) {
   return ::ldexpf(::nearbyintf(::ldexpf(fraction, 11)), exponent - 11);
 }
 
-// 9.7.6.6 selp, 9.7.9.12 st.global under a predicate.
+// 9.7.6.3 selp, 9.7.9.11 st.global under a predicate.
 __forceinline__ float selp_f32(float a, float b, bool predicate) { return predicate ? a : b; }
 template <typename T>
 __forceinline__ void st_global_if(T* target, T value, bool predicate) {
@@ -143,7 +143,7 @@ __forceinline__ unsigned long long globaltimer() { return emu::nanoseconds(); }
 __forceinline__ void bar_sync(int id, int threads) { emu::barrier_sync(id, threads, "bar.sync"); }
 __forceinline__ void bar_arrive(int id, int threads) { emu::barrier_arrive(id, threads, "bar.arrive"); }
 
-// 9.7.9.8 ld.relaxed, 9.7.9.12 st.relaxed: like atomics, one word at a time.
+// 9.7.9.8 ld.relaxed, 9.7.9.11 st.relaxed: like atomics, one word at a time.
 __forceinline__ unsigned ld_relaxed_gpu(const unsigned* word) { return static_cast<unsigned>(emu::relaxed_load(word, sizeof *word)); }
 __forceinline__ int ld_relaxed_gpu(const int* word) { return static_cast<int>(emu::relaxed_load(word, sizeof *word)); }
 __forceinline__ void st_relaxed_gpu(unsigned* word, unsigned value) {
