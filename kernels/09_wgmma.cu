@@ -1,7 +1,7 @@
 // 09_wgmma: a warpgroup multiplies 64 rows per instruction, and TMA loads its tiles. Parent: 08_swizzle.
-// Question: what do Hopper's wgmma and TMA loads gain in an otherwise unchanged loop?
+// Question: what do Hopper's wgmma and TMA loads gain, in a loop that is otherwise that of 07_mma_registers?
 // Change: wgmma computes Q·K from shared memory and P·V with P from registers; one thread issues a TMA load per tile, which writes
-//         it swizzled, and an mbarrier signals its arrival. No thread computes addresses or waits for its own copies.
+//         it swizzled, and an mbarrier signals its arrival. The parent's scores one tile ahead, lazy rescaling and sums by MMA are gone.
 // Layout: warpgroup w of block x works on rows x·TILE_Q + 64·w onwards; see hopper.cuh for the layout of tiles and registers.
 // Requires: sm_90a.
 #include "hopper.cuh"
