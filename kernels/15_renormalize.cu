@@ -18,7 +18,7 @@ constexpr int NUM_SCORES = TILE_KV / 2;    // per tile and thread
 constexpr int BEFORE_PV = (NUM_SCORES / 4 + 7) / 8 * 8;   // exponentials (multiple of 8) before the PV GEMM's wait; ptxas moves some
 // Where ptxas places rarely executed code affects the run time; the best placement can only be found by measuring.
 constexpr bool FIRST_APART = HEAD_DIM == PANEL;              // a work tile's first K/V tile has its own copy of the code
-constexpr bool MOVE_APART = HEAD_DIM == PANEL && CAUSAL;     // the renormalisation path rounds P itself, outside the loop
+constexpr bool MOVE_APART = HEAD_DIM == PANEL && CAUSAL;     // the renormalisation path rounds P itself, and returns
 static_assert(NUM_CONSUMERS >= 1 && NUM_CONSUMERS <= 3, "NUM_CONSUMERS must be 1, 2 or 3: with more, each would have too few registers");
 static_assert(TILE_KV % WGMMA_STEP == 0 && TILE_KV <= 256, "TILE_KV must be a multiple of 16 (wgmma K) and at most 256 (wgmma N)");
 static_assert(PIPELINE_STAGES >= 2, "PIPELINE_STAGES must be at least 2: V of one tile and K of the next are in use together");
@@ -68,7 +68,7 @@ constexpr float SUM_LIMIT = SUM_LIMIT_OF<element>;   // of a lane's sum of P ove
 // much in a tile or two: a warp's rows then renormalise in different tiles, so that the warp does so in every one.
 constexpr int SETTLED = SUM_LIMIT > 1.0f ? 0 : -HEADROOM;
 constexpr float OVERFLOWN = 0x1p126f;   // a sum this large, or NaN, means that FP32 may not hold some exponential
-constexpr float NOTHING_SEEN = -0x1p100f;   // a reference against which every score except -inf overflows
+constexpr float NOTHING_SEEN = -0x1p100f;   // a reference against which every realistic score overflows
 
 // The columns of a tile that a lane's rows see: those below num_keys[h], counted from the lane's first column.
 struct Visible {
@@ -122,7 +122,7 @@ __device__ __forceinline__ void move_reference(float (&S_reg)[NUM_SCORES], float
   }
 }
 
-// FP32 cannot hold the exponentials of `lost` rows: some score is over a hundred powers of two above the reference. The warp recomputes
+// FP32 cannot hold exponentials of `overflowed` rows: some score is over a hundred powers of two above the reference. The warp recomputes
 // its scores of the tile by mma.sync, 8 keys at a time, whose accumulator has the layout of wgmma's, and sets the reference of those rows
 // from their maximum. K is read from global memory: its stage is not held back for a very rare case.
 __device__ __forceinline__ void rescore(float (&S_reg)[NUM_SCORES], float (&O_reg)[HEAD_DIM / 2], RowState& rows,
@@ -293,7 +293,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       const float other = !masked || visible(2 * h + 1) ? S_reg[2 * h + 1] * p.scale_log2 : NEG_INF;
       const float first = lanes_max<ROW_LANES>(fmaxf(one, other)) + HEADROOM;   // from the row's first 8 scores of the tile
       rows.max[h] = rows.max[h] == NEG_INF ? first : rows.max[h];
-      // No reference if the first scores are all -inf: against NOTHING_SEEN, P of -inf is 0, and any finite score makes the row `lost`.
+      // No reference if the first scores are all -inf: against NOTHING_SEEN, P of -inf is 0, and any finite score makes the row overflow.
       reference[h] = masked && rows.max[h] == NEG_INF ? NOTHING_SEEN : rows.max[h];
     }
     TileSums sums;

@@ -21,7 +21,7 @@ constexpr int NUM_SCORES = TILE_KV / 2;    // per tile and thread
 // Without PINGPONG, rounding early would spill a register; without a mask, so would separate code for the first tile.
 constexpr bool ROUND_EARLY = HEAD_DIM == PANEL && PINGPONG;              // before the range check; raised rows are rounded again
 constexpr bool FIRST_APART = HEAD_DIM == PANEL && !WINDOW && (CAUSAL || PINGPONG);   // a work tile's first K/V tile has its own code
-constexpr bool MOVE_APART = HEAD_DIM == PANEL && CAUSAL && !PINGPONG;    // the renormalisation path rounds P itself, outside the loop
+constexpr bool MOVE_APART = HEAD_DIM == PANEL && CAUSAL && !PINGPONG;    // the renormalisation path rounds P itself, and returns
 constexpr int ONES = 8;                    // columns of ones: the granularity of an instruction's N
 constexpr int O_COLUMNS = HEAD_DIM + ONES;
 // An instruction has at most 256 columns: if O has more, the panels of V before the last get an instruction of their own.
@@ -91,7 +91,7 @@ constexpr float SUM_LIMIT = SUM_LIMIT_OF<element>;   // of a lane's sum of P ove
 // much in a tile or two: a warp's rows then renormalise in different tiles, so that the warp does so in every one.
 constexpr int SETTLED = SUM_LIMIT > 1.0f ? 0 : -HEADROOM;
 constexpr float OVERFLOWN = 0x1p126f;   // a sum this large, or NaN, means that FP32 may not hold some exponential
-constexpr float NOTHING_SEEN = -0x1p100f;   // a reference against which every score except -inf overflows
+constexpr float NOTHING_SEEN = -0x1p100f;   // a reference against which every realistic score overflows
 
 // The columns of a tile that a lane's rows see: from first_key[h] on and below num_keys[h], counted from the lane's first column.
 struct Visible {
@@ -160,7 +160,7 @@ __device__ __forceinline__ void move_reference(float (&S_reg)[NUM_SCORES], float
   }
 }
 
-// FP32 cannot hold the exponentials of `lost` rows: some score is over a hundred powers of two above the reference. The warp recomputes
+// FP32 cannot hold exponentials of `overflowed` rows: some score is over a hundred powers of two above the reference. The warp recomputes
 // its scores of the tile by mma.sync, 8 keys at a time, whose accumulator has the layout of wgmma's, and sets the reference of those rows
 // from their maximum. K is read from global memory: its stage is not held back for a very rare case.
 __device__ __forceinline__ void rescore(float (&S_reg)[NUM_SCORES], float (&O_reg)[O_COLUMNS / 2], RowState& rows,
@@ -446,7 +446,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
         const float first = lanes_max<ROW_LANES>(some) + HEADROOM;
         rows.max[h] = rows.max[h] == NEG_INF ? first : rows.max[h];
       }
-      // No reference if the first scores are all -inf: against NOTHING_SEEN, P of -inf is 0, and any finite score makes the row `lost`.
+      // No reference if the first scores are all -inf: against NOTHING_SEEN, P of -inf is 0, and any finite score makes the row overflow.
       reference[h] = masked && rows.max[h] == NEG_INF ? NOTHING_SEEN : rows.max[h];
     }
     TileSums sums;

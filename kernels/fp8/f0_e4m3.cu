@@ -239,6 +239,7 @@ struct Earlier {
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) O_reg[HEAD_DIM / 2 + 2 * h] += of_rows[2 * h];
   }
+  // The flush: moves O into these sums.
   __device__ __forceinline__ void next_work_tile(float (&O_reg)[O_COLUMNS / 2], int lane) {
     if (any) {
       add_to(O_reg, lane);
@@ -290,7 +291,7 @@ __device__ __forceinline__ void widen(unsigned bytes, unsigned& low, unsigned& h
   high = pack(static_cast<__half2>(pair));
 }
 
-// As in 15_renormalize: recomputes by mma.sync the scores of `lost` rows, which are over a hundred powers of two above their reference.
+// As in 15_renormalize: recomputes by mma.sync the scores of `overflowed` rows, over a hundred powers of two above their reference.
 // Both operands are widened to fp16, which is exact, from four consecutive bytes per thread: Q and K are permuted alike along the sum.
 __device__ __forceinline__ void rescore(float (&S_reg)[NUM_SCORES], float (&O_reg)[O_COLUMNS / 2], RowState& rows,
                                         const Earlier& earlier, float (&sum)[HALVES], const bool (&overflowed)[HALVES],
