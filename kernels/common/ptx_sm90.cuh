@@ -358,8 +358,8 @@ __device__ __forceinline__ void griddepcontrol_wait() { asm volatile("griddepcon
 
 // 9.7.19.5 setmaxnreg: sets the warpgroup's registers per thread; an increase blocks until enough registers have been released.
 // The block has the registers of its launch and no more: with `__launch_bounds__(threads, blocks)`, for each thread 65536 / blocks /
-// threads, rounded down to a multiple of 8, at most 256. Without such a bound ptxas does not know this number at the kernel's entry
-// and ignores the instruction, with advisory C7508, which flashlab's compiler treats as an error.
+// threads, rounded down to a multiple of 8, or the largest REGISTERS if that is less. Without such a bound ptxas does not know this
+// number at the kernel's entry and ignores the instruction, with advisory C7508, which flashlab's compiler treats as an error.
 template <int REGISTERS>
 __device__ __forceinline__ void setmaxnreg_inc() {
   static_assert(REGISTERS >= 24 && REGISTERS <= 256 && REGISTERS % 8 == 0, "REGISTERS must be a multiple of 8 from 24 to 256");
