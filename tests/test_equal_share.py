@@ -27,7 +27,14 @@ from flashlab.verify.verdict import check
 
 STAGE = "d3_equal_share"
 READY = "d5_ready_parts"
-WITH_COMBINERS = ["d18_combiner_blocks", "d19_batched_polls", "d20_paged_combiners", "d21_parallel_lookup"]
+WITH_COMBINERS = [
+    "d18_combiner_blocks",
+    "d19_batched_polls",
+    "d20_paged_combiners",
+    "d21_parallel_lookup",
+    "d22_gap_prefetch",
+    "d23_paged_gap_prefetch",
+]
 SHAPE = LaunchShape(128, 0, 16, persistent=True, cluster=1, split_keys=64, sm_blocks=2, tile_blocks=16, part_words=2080)
 H200 = 132
 
@@ -264,6 +271,19 @@ def test_more_combiners_than_a_row_has_columns_for(monkeypatch: pytest.MonkeyPat
     assert ran.report.findings == ()
     assert check(ran.out, ran.lse, q, k, v, causal=False, dtype="float16").passed
     assert not work.any()
+
+
+@needs_compiler
+@pytest.mark.parametrize("by_token", [False, True], ids=["by_head", "by_token"])
+def test_keys_are_prefetched_after_the_first_copies(by_token: bool) -> None:
+    """At least eight steps per warp. The emulator refuses a prefetch outside K and V."""
+    q, k, v = _random(8, 2, 1, 1310)
+    if by_token:  # the rows of a head are then not contiguous
+        k, v = (np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (k, v))
+    params = {"WARPS": 2, "STEP_KEYS": 16, "PIPELINE_STAGES": 2, "PREFETCH_SHARE": 4}
+    ran = flashlab.emulate(q, k, v, stage="d22_gap_prefetch", params=params, races=True, return_lse=True)
+    assert ran.report.findings == ()
+    assert check(ran.out, ran.lse, q, k, v, causal=False, dtype="float16").passed
 
 
 @needs_compiler

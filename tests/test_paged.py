@@ -31,7 +31,7 @@ STAGES = [stage.id for stage in registry.DECODE.values() if stage.runner == page
 every_stage = pytest.mark.parametrize("stage", STAGES)
 CLUSTERS = "d1_paged_kv"
 GROUPS = "d17_paged_part_groups"
-COMBINERS = "d21_parallel_lookup"
+COMBINERS = "d23_paged_gap_prefetch"
 every_sharing_stage = pytest.mark.parametrize("stage", [name for name in STAGES if name != CLUSTERS])
 GARBAGE = -7
 """In entries of the page table that no key needs."""
@@ -195,6 +195,18 @@ def test_combiners_sum_slices_of_a_tile(
     _refuse_wrong(Cache(lengths, 16), q, COMBINERS, WARPS=2, COMBINERS=8, LEAST_PARTS=2)
     assert [report.findings for report in reports] == [()]
     assert not work.any()
+
+
+@needs_compiler
+@pytest.mark.parametrize("by_token", [False, True], ids=["by_head", "by_token"])
+@pytest.mark.parametrize(("page_size", "lengths"), [(1, (1300,)), (16, (1310,)), (64, (900, 500))], ids=str)
+def test_pages_are_prefetched_after_the_first_copies(page_size: int, lengths: tuple[int, ...], by_token: bool) -> None:
+    """At least eight steps per warp. The emulator refuses a prefetch outside the pool."""
+    cache = Cache(lengths, page_size)
+    if by_token:  # the rows of a head are then not contiguous
+        cache.K, cache.V = (np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (cache.K, cache.V))
+    q = np.random.default_rng(page_size).standard_normal((len(lengths), 8, 1, 64)).astype(np.float16)
+    _refuse_wrong(cache, q, COMBINERS, WARPS=2, STEP_KEYS=16, PREFETCH_SHARE=4)
 
 
 @needs_compiler
