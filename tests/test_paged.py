@@ -31,7 +31,7 @@ STAGES = [stage.id for stage in registry.DECODE.values() if stage.runner == page
 every_stage = pytest.mark.parametrize("stage", STAGES)
 CLUSTERS = "d1_paged_kv"
 GROUPS = "d17_paged_part_groups"
-COMBINERS = "d23_paged_gap_prefetch"
+COMBINERS = "d21_parallel_lookup"
 every_sharing_stage = pytest.mark.parametrize("stage", [name for name in STAGES if name != CLUSTERS])
 GARBAGE = -7
 """In entries of the page table that no key needs."""
@@ -206,7 +206,7 @@ def test_pages_are_prefetched_after_the_first_copies(page_size: int, lengths: tu
     if by_token:  # the rows of a head are then not contiguous
         cache.K, cache.V = (np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (cache.K, cache.V))
     q = np.random.default_rng(page_size).standard_normal((len(lengths), 8, 1, 64)).astype(np.float16)
-    _refuse_wrong(cache, q, COMBINERS, WARPS=2, STEP_KEYS=16, PREFETCH_SHARE=4)
+    _refuse_wrong(cache, q, "d23_paged_gap_prefetch", WARPS=2, STEP_KEYS=16, PREFETCH_SHARE=4)
 
 
 @needs_compiler

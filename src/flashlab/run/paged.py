@@ -55,7 +55,7 @@ from flashlab.run.plan import (
 STAGE = "d15_short_starts"
 _MANY = 64
 """With more work tiles than this, `STAGE`."""
-_FEWER = "d23_paged_gap_prefetch"
+_FEWER = "d21_parallel_lookup"
 """The stage for at most `_MANY` tiles: with few, some CTAs only combine partial results."""
 _SHORT, _FEW, _SHORT_KEYS = "d1_paged_kv", 16, 4096
 """The stage for at most `_FEW` tiles with few keys each, where one cluster per tile has the least overhead."""
@@ -123,7 +123,7 @@ def paged_attention(
         stream: as in `flashlab.attention`.
         stage: id of a stage that reads a paged cache. Default: d15_short_starts for more than 64 work tiles (16 query
             rows of one sequence and K/V head); d1_paged_kv for at most 16 with up to 4,096 keys per sequence in the
-            page table, of which only those in a window count; else d23_paged_gap_prefetch.
+            page table, of which only those in a window count; else d21_parallel_lookup.
         params: tunables of the stage, by name; default: as in `flashlab.attention`, for sequences of the maximum
             length that the page table holds.
         check: whether to synchronise and refuse invalid page numbers and lengths beyond the page table. Without it,
