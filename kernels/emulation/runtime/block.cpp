@@ -26,7 +26,6 @@ thread_local Block* the_block = nullptr;
 namespace {
 
 constexpr unsigned char POISON = 0xff;            // NaN in every floating-point type
-constexpr int MAX_IDLE_ROUNDS = 5000;             // consecutive rounds without progress before polling loops are a deadlock
 constexpr unsigned GREED = 4;                     // under a seeded schedule a warp continues with probability 1 - 1 / GREED
 
 Block& block() { return *the_block; }
@@ -181,12 +180,12 @@ void meet(unsigned mask, void* mine, void (*body)(void* const (&)[WARP]), const 
     if (one.mask == mask) r = &one;
   }
   if (!r) {
-    if (all.size() == all.capacity()) fail_at(place, "misuse", std::string(name) + ": more than 64 different masks in one warp");
+    if (all.size() == all.capacity()) fail_at(place, "misuse", std::string(name) + ": wanted at most 64 different masks in one warp, got one more");
     r = &all.emplace_back();
     r->mask = mask;
   }
   if (r->arrived && std::strcmp(r->name, name) != 0) {
-    fail_at(place, "misuse", std::string("lanes of one warp are in different collectives: some in ") + r->name + ", some in " + name);
+    fail_at(place, "misuse", std::string(name) + ": wanted the lanes of a mask in one collective, got some in " + r->name);
   }
   r->name = name;
   r->slot[lane] = mine;
@@ -619,11 +618,10 @@ bool Block::run_round() {
       any |= moved;
     } while (moved && (launch->schedule != Schedule::seeded || draw(GREED)));
   }
-  // A round in which threads are only held back is not yet a deadlock: a later round resumes them. MAX_IDLE_ROUNDS limits this.
-  idle_rounds = any ? 0 : idle_rounds + 1;
-  return any || (idle_rounds < MAX_IDLE_ROUNDS && std::any_of(threads.begin(), threads.end(), [&](const Thread& t) {
+  polls = !any && std::any_of(threads.begin(), threads.end(), [&](const Thread& t) {
     return t.state == Thread::State::runnable && t.held_until > round;
-  }));
+  });
+  return any;
 }
 
 void Block::finish() {
@@ -639,16 +637,22 @@ void Block::finish() {
   }
 }
 
-std::string what_of(const Thread& t) {
+std::string what_of(const Block& b, const Thread& t) {
   if (t.state == Thread::State::done) return "returned";
-  char text[160];
   if (!t.waits_in) return t.what[0] ? t.what : "not started";
+  if (t.state == Thread::State::runnable) return std::string("past ") + t.waits_in;   // when the kernel was stopped
+  char text[160];
   if (t.waits_mask) {
-    std::snprintf(text, sizeof text, "%s, lane mask %#x", t.waits_in, t.waits_mask);
+    unsigned arrived = 0;
+    for (const Rendezvous& r : b.rendezvous[static_cast<std::size_t>(t.id / WARP)]) {
+      if (r.mask == t.waits_mask) arrived = r.arrived;
+    }
+    std::snprintf(text, sizeof text, "%s, lanes %#x of mask %#x there", t.waits_in, arrived, t.waits_mask);
   } else if (t.waits_count == ALL_THREADS) {
-    return t.waits_in;
+    std::snprintf(text, sizeof text, "%s, %d of %d threads there", t.waits_in, b.barriers[t.waits_id].arrived, b.live);
   } else {
-    std::snprintf(text, sizeof text, "%s, barrier %d, %d threads", t.waits_in, t.waits_id, t.waits_count);
+    std::snprintf(text, sizeof text, "%s, barrier %d, %d of %d threads there", t.waits_in, t.waits_id, b.barriers[t.waits_id].arrived,
+                  t.waits_count);
   }
   return text;
 }
@@ -657,7 +661,7 @@ std::string who_waits(const Block& b) {
   std::vector<std::string> all;
   for (const Thread& t : b.threads) {
     if (t.state == Thread::State::done) continue;
-    std::string what = what_of(t);
+    std::string what = what_of(b, t);
     if (std::find(all.begin(), all.end(), what) == all.end()) all.push_back(std::move(what));
   }
   std::string text;

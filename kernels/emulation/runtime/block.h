@@ -103,7 +103,7 @@ struct Block {
   Thread* current = nullptr;
   std::uint64_t round = 0;
   bool moved = false;
-  int idle_rounds = 0;
+  bool polls = false;                // whether the last round made no progress, but a later one will resume a thread
   std::uint64_t random = 0;
   std::vector<int> warp_order;
   std::vector<std::vector<Rendezvous>> rendezvous;   // per warp
@@ -160,6 +160,7 @@ struct Team {
   std::vector<char> done_blocks;
   std::vector<Block*> blocks;
   std::uint64_t cluster = 0;         // index of the running cluster
+  std::uint64_t idle_round = ~std::uint64_t{0};   // the last of the grid's rounds that it has ended without progress
   std::uint64_t generation = 0;
   bool over = false;
   // the cluster's barrier
@@ -179,7 +180,7 @@ Place kernel_place(Place fallback);      // the innermost return address on the 
 [[noreturn]] void fail_at(Place place, const char* status, const std::string& message);   // throws Failure
 // Like wait_until, with a known place in the kernel.
 void wait_at(Place place, bool (*ready)(void*), void* state, const char* what);
-std::string what_of(const Thread& thread);
+std::string what_of(const Block& block, const Thread& thread);
 std::string who_waits(const Block& block);
 
 // detector.cpp

@@ -292,7 +292,7 @@ void list_waiting(const Block& block, std::vector<Waiting>& waiting) {
   const std::size_t begin = waiting.size();
   for (const Thread& t : block.threads) {
     const bool returned = t.state == Thread::State::done;
-    const std::string what = what_of(t);
+    const std::string what = what_of(block, t);
     const std::uint32_t place = returned ? 0 : offset_in_image(t.place);
     const auto same = std::find_if(waiting.begin() + static_cast<std::ptrdiff_t>(begin), waiting.end(),
                                    [&](const Waiting& w) { return w.what == what && w.place == place; });
@@ -404,11 +404,55 @@ void give_signals_a_stack(std::vector<unsigned char>& memory) {
 
 // --- running the grid -------------------------------------------------------------------------------------------------------
 
+constexpr std::uint64_t MAX_IDLE_ROUNDS = 5000;   // consecutive, of the whole grid, before polling loops are a deadlock
+
 struct Grid {
   const Launch& launch;
   std::uint64_t clusters = 0;
   std::atomic<std::uint64_t> next{0};
   std::atomic<bool> failed{false};
+  std::mutex mutex;
+  unsigned running = 0;                  // teams that have not run out of clusters
+  unsigned idle = 0;                     // of these, the ones that have ended the current round without progress
+  std::uint64_t round = 0, idle_rounds = 0;
+  std::atomic<bool> counting{false};     // whether there is anything for `progress` to reset
+
+  void progress() {
+    if (!counting) return;
+    const std::lock_guard lock(mutex);
+    reset();
+  }
+
+  void leave() {
+    const std::lock_guard lock(mutex);
+    --running;
+    reset();
+  }
+
+  // Notes a round without progress of a team that polls, and returns whether there have been too many. A round of the grid ends when
+  // every team has ended one: a block that computes, however long, keeps those that poll for it alive.
+  bool stuck(Team& team) {
+    std::unique_lock lock(mutex);
+    counting = true;
+    if (team.idle_round == round) {
+      lock.unlock();
+      std::this_thread::yield();
+      return false;
+    }
+    team.idle_round = round;
+    if (++idle < running) return false;
+    idle = 0;
+    ++round;
+    return ++idle_rounds >= MAX_IDLE_ROUNDS;
+  }
+
+ private:
+  void reset() {
+    idle = 0;
+    idle_rounds = 0;
+    ++round;
+    counting = false;
+  }
 };
 
 uint3 block_of(const Launch& launch, std::uint64_t cluster, unsigned rank) {
@@ -439,6 +483,7 @@ void run_member(Grid& grid, Team& team, Block& block, unsigned rank) {
       if (cluster >= grid.clusters || grid.failed) {
         team.over = true;
         team.changed.notify_all();
+        grid.leave();
         return;
       }
       team.cluster = cluster;
@@ -471,10 +516,14 @@ void run_member(Grid& grid, Team& team, Block& block, unsigned rank) {
       team.done_blocks[rank] = done;
       if (std::all_of(team.done_blocks.begin(), team.done_blocks.end(), [](char d) { return d; })) team.all_done = true;
       const auto running = static_cast<unsigned>(std::count(team.done_blocks.begin(), team.done_blocks.end(), 0));
-      if (!done && team.stalled >= running) {
+      if (moved) grid.progress();
+      const bool polls = std::any_of(team.blocks.begin(), team.blocks.end(), [](const Block* b) { return b->polls; });
+      if (!done && team.stalled >= running && (!polls || grid.failed || grid.stuck(team))) {
         team.failed = true;
-        team.trouble.status = "deadlock";
-        team.trouble.message = "every thread waits: " + who_waits(block);
+        if (!polls || !grid.failed) {   // otherwise it polls for a block that has failed
+          team.trouble.status = "deadlock";
+          team.trouble.message = "every thread waits: " + who_waits(block);
+        }
         team.changed.notify_all();
         break;
       }
@@ -533,6 +582,7 @@ int run(std::istream& input) {
   grid.clusters = std::min(grid.clusters, std::max<std::uint64_t>(1, launch.max_blocks / cluster_blocks));
   const unsigned cores = launch.max_threads ? launch.max_threads : std::max(1u, std::thread::hardware_concurrency());
   const auto num_teams = static_cast<unsigned>(std::min<std::uint64_t>(cluster_blocks > 1 ? 1 : cores, grid.clusters));
+  grid.running = num_teams;
 
   catch_signals();
   const auto begin = std::chrono::steady_clock::now();
@@ -559,11 +609,11 @@ int run(std::istream& input) {
   Trouble trouble;
   std::vector<Waiting> waiting;
   for (const auto& team : teams) {
-    if (!team->failed || !trouble.status.empty()) continue;
-    trouble = team->trouble;
-    if (trouble.status == "deadlock") {
-      for (const Block* block : team->blocks) list_waiting(*block, waiting);
-    }
+    if (trouble.status.empty()) trouble = team->trouble;
+  }
+  for (const auto& team : teams) {
+    if (!team->failed || trouble.status != "deadlock") continue;
+    for (const Block* block : team->blocks) list_waiting(*block, waiting);
   }
   Findings findings;
   Counters counters;
