@@ -437,6 +437,7 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
         (("tune", "--plan", PLAN, "--limit", "3", "--dry-run"), "wanted no --limit"),
         (("tune", "09", "--each", "--limit", "3", "--dry-run"), "--limit: wanted no --each"),
         (("tune", "--plan", PLAN, "--head-dim", "80", "--dry-run"), "has head dims 64, 96, 128, 256"),
+        (("tune", "--plan", "none-such.json"), "got none-such.json: No such file or directory"),
         (("profile", "09", "--shape", "1x1x64x80"), "got none. Stage 09_wgmma takes head dim 64"),
         (("split", "08", "--shape", "1x1x64x80"), "got none. Stage 08_swizzle takes head dim 64"),
         (("ablate", "exp", "--shape", "1x1x64x80"), "wanted a stage that takes B1 H1"),
@@ -646,6 +647,17 @@ def test_bench_foretells_how_long_it_takes(run: Run, monkeypatch: pytest.MonkeyP
     }
     assert all(one["sustained"] == one["implementations"] for one in found["problems"])
     assert found["seconds"] > sum(one["seconds"] for one in found["problems"]) > 6 * 5
+
+
+def test_a_dry_run_of_bench_reads_the_records_named_and_says_that_it_resumes_nothing(run: Run, data: Path) -> None:
+    asked = ("bench", "--dry-run", "--stages", "06", "--peers", "none", "--suite", "first", "--no-ceilings")
+    assert run(*asked, "--data", data, "--json").json != run(*asked, "--json").json
+    assert "less what --resume skips" in run(*asked, "--resume").err
+
+
+def test_records_in_no_folder_are_refused(run: Run, tmp_path: Path) -> None:
+    for verify in ((), ("--verify",)):
+        assert "found no such folder" in run("results", *verify, "--data", tmp_path / "none-such").err
 
 
 def test_results_against_peers(run: Run, data: Path) -> None:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from flashlab.measure.options import Options
     from flashlab.measure.tune import Task
 
+_AT_MOST = ", less what --resume skips, which only a compiler and the GPU can tell"
+"""What a dry run says of `--resume`."""
+
 
 def bench(
     *,
@@ -103,11 +106,12 @@ def bench(
     if names and not any(planned.sustains(problem, name) for problem in problems for name in names):
         raise ParameterError("--sustained-on: wanted --sustained SECONDS too: none of these problems is sustained")
     if dry_run:
-        known = [row for name in store.gpus() for row in store.measurements(name)]
+        folders = dict.fromkeys((DATA, data))  # the checkout's too: those of --data may be the first
+        known = [row for folder in folders for name in store.gpus(folder) for row in store.measurements(name, folder)]
         estimates, total_s = module.estimate(problems, **what, known=known)
         columns = {"problem": "problem.label", **{name: name for name in ("implementations", "sustained", "seconds")}}
         answer(estimates, columns, document={"seconds": total_s, "problems": estimates})
-        say(f"about {total_s / 60:.1f} minutes including start-up; nothing was measured")
+        say(f"about {total_s / 60:.1f} minutes including start-up{_AT_MOST * resume}; nothing was measured")
         return
     with following("measuring") as follow:
         options = module.Options(data=data, device=device, progress=follow, note=say, resume=resume)
@@ -235,7 +239,8 @@ def _tune_plan(plan: Path, options: Options, *, dry_run: bool, **wanted: Any) ->
             (planned.key.stage, planned.key.problem.label, len(planned.variants), planned.peers) for planned in tasks
         )
         answer([dict(zip(columns, row, strict=True)) for row in cells], columns)
-        say(f"about {module.estimate_s(tasks):.0f} s including start-up; nothing was measured")
+        most = _AT_MOST * options.resume
+        say(f"about {module.estimate_s(tasks):.0f} s including start-up{most}; nothing was measured")
         return
     with following("tuning") as follow:
         _show_tuned([[result] for result in module.tune_all(tasks, options=replace(options, progress=follow))])

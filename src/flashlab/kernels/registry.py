@@ -548,7 +548,13 @@ def reason(error: Any) -> str:
         case "missing_argument" | "missing":
             return f"{name}: wanted this field, got none"
         case "value_error":
-            return f"{name}.{message}" if name else message
+            nested = re.match(r"[\w., ]+: wanted ", message) is not None  # a field of the model at `name`
+            return f"{name}{'.' if nested else ': '}{message}" if name else message
+        case "union_tag_not_found":
+            return f"{error['ctx']['discriminator'][1:-1]}: wanted this field, got none"
+        case "union_tag_invalid":
+            of = error["ctx"]
+            return f"{of['discriminator'][1:-1]}: wanted one of {of['expected_tags']}, got {of['tag']!r}"
     return f"{name}{': ' if name else ''}{message}, got {error['input']!r:.80}"  # which may be a whole file
 
 

@@ -138,6 +138,7 @@ def read_plan(path: Path) -> list[Task]:
         entries = _PLAN_FILE.validate_python(json.loads(path.read_bytes()))
     except (OSError, ValueError) as error:
         fault = registry.reason(error.errors()[0]) if isinstance(error, ValidationError) else error
+        fault = (error.strerror or error) if isinstance(error, OSError) else fault
         raise ParameterError(
             f'--plan: wanted a JSON list of objects such as {{"stage": "09_wgmma", "head_dim": 64, "variants": '
             f'[{{"TILE_KV": 64}}]}}, got {path}: {fault}'

@@ -167,8 +167,7 @@ def _parsed(
         try:
             record = parse(raw)
         except ValidationError as error:
-            first = error.errors()[0]
-            damage.append(Damage(path, number, f"{'.'.join(map(str, first['loc'])) or 'line'}: {first['msg']}"))
+            damage.append(Damage(path, number, registry.reason(error.errors()[0])))
             continue
         run = getattr(record, "run", path.stem)
         if run != path.stem:
@@ -330,7 +329,8 @@ def require_runs(gpu: str | None, data: Path = DATA) -> str:
     name = gpu or next(iter(known), None)
     if name not in known:
         raise NoDataError(
-            f"wanted recorded runs of {f'GPU {gpu!r}' if gpu else 'a GPU'} under {data}, found none. "
+            f"wanted recorded runs of {f'GPU {gpu!r}' if gpu else 'a GPU'} under {data}, found "
+            f"{'none' if data.is_dir() else 'no such folder'}. "
             f"GPUs with data: {', '.join(known) or 'none yet'}. `flashlab bench` on such a GPU makes some."
         )
     return str(name)
@@ -522,7 +522,7 @@ def _damage_within(name: str, path: Path, content: tuple[int, ...]) -> tuple[Dam
         else:
             return (Damage(path, None, "of no known kind"),)
     except ValidationError as error:
-        return (Damage(path, None, str(error.errors()[0]["msg"])),)
+        return (Damage(path, None, registry.reason(error.errors()[0])),)
     except DamagedRecordError as error:
         number, _, reason = str(error).removeprefix(f"{path}:").partition(": ")
         return (Damage(path, int(number), reason),)
