@@ -1018,7 +1018,7 @@ def test_an_edited_source_and_a_new_table_are_noticed(
     assert len(planned) == 2
     assert first.cubin.sha256 != second.cubin.sha256
     monkeypatch.setattr(choice, "table", lambda *_: None)
-    monkeypatch.setattr(choice, "stamp", lambda *_: 7)
+    monkeypatch.setattr(choice, "stamps", lambda *_: (7,))
     prepare(q, k, v, **call)
     assert len(planned) == 3
 

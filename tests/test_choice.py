@@ -237,6 +237,11 @@ def test_one_tile_of_keys_is_read_by_no_more_blocks_than_a_kernel_has_for_it(tmp
     assert times_us[groups.id] < 7
 
 
+def test_a_new_table_of_a_kin_is_noticed(data: Path) -> None:
+    before = tuned.stamps(data)
+    assert tuned.stamps(written(data, ROWS, slug="another")) != before
+
+
 def test_a_kin_that_lacks_the_stage_does_not_overrule(data: Path) -> None:
     """What it selects among the stages that it has says nothing of one that it never timed."""
     written(data, [row(SWIZZLE, SMALL, 5.0, tile_q=128)], slug="nvidia-h100")

@@ -197,7 +197,7 @@ def test_a_repeated_call_does_little(driver: Driver, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch, "empty_like", lambda *_, **__: out)  # on a GPU torch's pool hands out the same memory
     for _ in range(2):
         attention(q, k, v, stage=MAPPED)
-    for owner, name in ((choice, "stamp"), (recipes, "stamps")):
+    for owner, name in ((choice, "stamps"), (recipes, "stamps")):
         monkeypatch.setattr(owner, name, lambda *_: pytest.fail("a repeated call asked the file system"))
     entered: list[str] = []
 
@@ -452,7 +452,7 @@ def test_an_edit_is_noticed_before_long(driver: Driver, monkeypatch: pytest.Monk
     monkeypatch.setattr(recipes.Loaded, "is_current", lambda _: True)
     attention(q, k, v, stage=PLAIN)
     monkeypatch.setattr(choice, "table", lambda *_: None)
-    monkeypatch.setattr(choice, "stamp", lambda *_: 7)
+    monkeypatch.setattr(choice, "stamps", lambda *_: (7,))
     attention(q, k, v, stage=PLAIN)
     assert driver.prepared == 3
 

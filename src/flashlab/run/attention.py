@@ -166,7 +166,7 @@ def _make_recipe(
     code: Mapping[str, Any],
 ) -> Recipe:
     arch, slug = device.arch, device.slug
-    table = (slug, choice.stamp(slug))  # before it is read
+    tables = choice.stamps()  # before they are read
     planned = plan(*inputs.values(), arch=arch, out=out, slug=slug, sm_count=device.sm_count, **how)
     if how["stage"] is None:
         _warn_of_kin(slug, arch)
@@ -189,7 +189,7 @@ def _make_recipe(
         structures=(params, AttentionMaps()) if stage.tensor_maps else (params,),
         maps=tile_maps(planned, loaded.shape, tensors),
         parameters=(lambda structures: triton_parameters(structures[0])) if in_triton else tuple,
-        table=table,
+        tables=tables,
     )
 
 

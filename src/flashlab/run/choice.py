@@ -42,7 +42,6 @@ Decoding is memory-bound, and kin differ in memory: for its stages, a time at p 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -204,9 +203,14 @@ def path_of(gpu: str, data: Path = DATA) -> Path:
 def stamp(gpu: str, data: Path = DATA) -> int:
     """Modification time of the table of a GPU, in ns; 0 if it has none."""
     try:
-        return os.stat(f"{data}/{gpu}/{FILE}").st_mtime_ns  # noqa: PTH116 - called by every `attention`
+        return (data / gpu / FILE).stat().st_mtime_ns
     except OSError:
         return 0
+
+
+def stamps(data: Path = DATA) -> tuple[int, ...]:
+    """`stamp` of every GPU with a table: a choice depends on the tables of its kin too."""
+    return tuple(stamp(path.parent.name, data) for path in sorted(data.glob(f"*/{FILE}")))
 
 
 def table(gpu: str, data: Path = DATA) -> Table | None:

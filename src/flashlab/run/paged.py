@@ -398,7 +398,7 @@ def _recipe(call: _Call, options: Mapping[str, Any]) -> recipes.Recipe:
     stage, problem, device = call.plan.stage, call.plan.problem, call.plan.device
     arch, slug = gpu.info(device).arch, gpu.info(device).slug
     stage.require(problem, arch)
-    table = (slug, choice.stamp(slug))  # before it is read
+    tables = choice.stamps()  # before they are read
     tuned = choice.parameters(stage, slug, _as_timed(problem), arch=arch, overrides=options["overrides"])
     code = recipes.loaded(job_of(stage, problem, arch, {**options, "overrides": tuned}), device)
     return recipes.Recipe(
@@ -407,7 +407,7 @@ def _recipe(call: _Call, options: Mapping[str, Any]) -> recipes.Recipe:
         code=code,
         structures=call.structures,
         counts="faults",
-        table=table,
+        tables=tables,
     )
 
 

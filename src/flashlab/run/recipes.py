@@ -121,8 +121,8 @@ class Recipe:
     """Tensor maps of Q, K, V and O, which fill the second structure; empty if unused."""
     parameters: Callable[[Sequence[Any]], Sequence[Any]] = tuple
     """Converts the structures, with addresses, to kernel parameters."""
-    table: tuple[str, int] | None = None
-    """The GPU whose table of choices was consulted, and the table's modification time in ns."""
+    tables: tuple[int, ...] | None = None
+    """Modification times of the tables of choices, if they were consulted (`choice.stamps`)."""
     shape: LaunchShape = field(init=False)
     """The launch shape of the code, including a cluster size chosen by the launch."""
     grid: tuple[int, int, int] = field(init=False)
@@ -177,7 +177,7 @@ class Recipe:
         now = time.monotonic()
         if now < self._seen + trusted_s:
             return True
-        current = self.code.is_current() and (self.table is None or self.table[1] == choice.stamp(self.table[0]))
+        current = self.code.is_current() and self.tables in (None, choice.stamps())
         if current:
             self._seen = now
         return current
