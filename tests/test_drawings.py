@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from flashlab.core.errors import ParameterError
+from flashlab.core.errors import NoDataError, ParameterError
 from flashlab.core.paths import DATA, ROOT, SITE
 from flashlab.experiments import chip, cycle_model, timelines
 from flashlab.kernels import registry, text
@@ -197,6 +198,13 @@ def test_a_timeline_is_to_scale(stage_id: str) -> None:
         loads = timelines.copies_of(kernel, uses, READINGS)
         assert {round(span.stop - span.start, 3) for span in loads} == {READINGS[f"bulk_copy_{kib}_kib"].value}
         assert [span.words for span in loads[:4]] == ["K", "V", "K", "V"]
+
+
+def test_a_timeline_of_a_load_that_was_not_measured_says_so() -> None:
+    kernel = modelled("10_warp_specialized")
+    uses = timelines.uses_of(cycle_model.moments_of(kernel, RATES))
+    with pytest.raises(NoDataError, match="bulk_copy_12_kib"):
+        timelines.copies_of(replace(kernel, keys=96), uses, READINGS)
 
 
 def test_without_readings_a_timeline_says_so(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +32,16 @@ FIRST = Problem.parse(FIRST_SHAPE)
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "–"), (6.2164, "6.22"), (39.24, "39.2"), (133.97, "134"), (99.97, "100"), (44220.0, "44,220")],
+    [
+        (None, "–"),
+        (6.2164, "6.22"),
+        (39.24, "39.2"),
+        (133.97, "134"),
+        (99.97, "100"),
+        (44220.0, "44,220"),
+        (math.inf, "∞"),
+        (-math.inf, "-∞"),
+    ],
 )
 def test_numbers_have_three_digits_that_count(value: float | None, text: str) -> None:
     assert tables.number(value) == text

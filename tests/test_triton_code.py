@@ -68,6 +68,17 @@ def test_the_compiler_ends_with_the_worker_that_started_it(monkeypatch: pytest.M
     assert triton_code.compile_kernel(Path("none.py"), entry="none", **how) == (None, f"{os.getpgrp()}\n", {})
 
 
+def test_a_compiler_that_hangs_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_code, "worker", lambda *_: ([sys.executable, "-c", "import time; time.sleep(60)"], None))
+    monkeypatch.setattr(triton_code, "_LIMIT_S", 0.1)
+    how: dict[str, Any] = {"dtype": "float16", "constants": {}, "options": {}, "capability": (9, 0), "aligned": True}
+    assert triton_code.compile_kernel(Path("none.py"), entry="none", **how) == (
+        None,
+        "not done after 0.1 s; stopped\n",
+        {},
+    )
+
+
 def test_an_interpreter_that_was_killed_in_time_did_not_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_interpreter, "run_worker", lambda *_: (-9, "", ""))
     kernel: Any = SimpleNamespace(name="t0_triton", source="none.py", entry="none")

@@ -37,6 +37,8 @@ CONSTANTS = ("HEAD_DIM", "CAUSAL", "TILE_Q", "TILE_KV")
 num_stages and maxnreg."""
 HIDDEN_POINTERS = 4
 """Maximum number of pointers that Triton may append to the parameters, for its own memory; passed as null."""
+_LIMIT_S = 600.0
+"""A kernel takes seconds."""
 _WARP = 32
 _POINTER_BYTES = 16
 _STRIDE_ELEMENTS = 8
@@ -110,14 +112,18 @@ def compile_kernel(
     with tempfile.TemporaryDirectory(prefix="flashlab-triton-") as name:
         folder = Path(name)
         command, variables = worker(folder, request, __name__)
-        run = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env=variables,
-            check=False,
-        )
+        try:
+            run = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=variables,
+                check=False,
+                timeout=_LIMIT_S,
+            )
+        except subprocess.TimeoutExpired:
+            return None, f"not done after {_LIMIT_S:g} s; stopped\n", {}
         log = run.stdout.decode(errors="replace")
         if run.returncode or not (folder / "made.json").is_file():
             return None, log, {}

@@ -205,7 +205,8 @@ def measure_levers(
         NoGpuError, LaunchError, MissingPackageError, OutputError: as they say.
     """
     chosen = levers.choose(names)
-    registry.able([registry.get(lever.stage) for lever in chosen], chosen[0].problems(**(instead or {})))
+    problems = [problem for lever in chosen for problem in lever.problems(**(instead or {}))]
+    registry.able([registry.get(lever.stage) for lever in chosen], problems)
     files = {lever.name: lever.write() for lever in chosen}
     here = gpu.info(options.device)
     groups: dict[tuple[str, Problem, tuple[tuple[str, int], ...]], dict[str, Implementation]] = {}

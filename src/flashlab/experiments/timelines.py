@@ -72,10 +72,15 @@ def uses_of(moments: Iterable[Moment]) -> Uses:
 
 
 def copies_of(kernel: Kernel, uses: Uses, readings: Mapping[str, ChipReading]) -> list[Span]:
-    """TMA loads of the first block, with K in the upper half of the row."""
+    """TMA loads of the first block, with K in the upper half of the row.
+
+    Raises:
+        NoDataError: a load of that size was not measured.
+    """
     together = kernel.stage == "09_wgmma"  # by the block itself, at the beginning of its tile, for one mbarrier
     kib = kernel.keys * kernel.head_dim * 2 * (1 + together) // 1024
-    cycles = readings[f"bulk_copy_{kib}_kib"].value
+    if (reading := readings.get(f"bulk_copy_{kib}_kib")) is None:
+        raise NoDataError.of(f"a reading of bulk_copy_{kib}_kib", "flashlab chip")
     spans: list[Span] = []
     start = 0.0
     for tile in range(cycle_model.TILES // 2):
@@ -86,7 +91,7 @@ def copies_of(kernel: Kernel, uses: Uses, readings: Mapping[str, ChipReading]) -
                 late = kernel.overlaps and gemm == "PV"  # which it does after the next tile's softmax
                 ends = (gemm, "softmax") if late else (gemm,)
                 start = max(start, *(uses[i, end][tile + late].stop for i in range(kernel.groups) for end in ends))
-            spans.append(Span(0, start, start + cycles, letter, MUTED, low, low + 0.48))
+            spans.append(Span(0, start, start + reading.value, letter, MUTED, low, low + 0.48))
     return spans
 
 

@@ -75,6 +75,8 @@ def number(value: float | None, digits: int = 3) -> str:
         return "–"
     if value == 0:
         return "0"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
     rounded = float(f"{value:.{digits - 1}e}")  # 99.97 has three significant digits as 100
     decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
     return f"{value:,.{min(decimals, 6)}f}"
