@@ -138,7 +138,7 @@ def test_a_window_may_be_given_in_several_ways(given_: Any, sides: tuple[int, in
     assert window_of(given_) == sides
 
 
-@pytest.mark.parametrize("given_", [-2, (1,), (1, 2, 3), 2.0, "ab", (True, 1), (1, -5), True])
+@pytest.mark.parametrize("given_", [-2, (1,), (1, 2, 3), 2.0, "ab", (True, 1), (1, -5), True, {3, 5}, {3: 5, 7: 9}])
 def test_what_is_no_window_is_refused(given_: Any) -> None:
     with pytest.raises(errors.ParameterError, match=r"window: wanted None, the number of keys.* \(left, right\)"):
         window_of(given_)

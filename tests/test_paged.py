@@ -439,6 +439,10 @@ def test_keys_are_not_written_over_by_values_in_one_cache() -> None:
     call = _appended("numpy")
     both = np.zeros((2, *call["k_cache"].shape), np.float16).swapaxes(0, 1)
     flashlab.append_kv(**call | {"k_cache": both[:, 0], "v_cache": both[:, 1]})
+    none = call["k_cache"][: len(call["k"]), :, 1:1]  # of new tokens
+    flashlab.append_kv(**call | {"k": none, "v": none})
+    with pytest.raises(errors.LayoutError, match="v_cache: wanted memory apart from v, got memory that overlaps it"):
+        flashlab.append_kv(**call | {"v": call["v_cache"][: len(call["v"]), :, : call["v"].shape[2]]})
     with pytest.raises(errors.LayoutError, match="v_cache: wanted memory apart from k_cache, got the same"):
         flashlab.append_kv(**call | {"v_cache": call["k_cache"]})
 

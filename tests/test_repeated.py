@@ -213,6 +213,13 @@ def test_a_repeated_call_does_little(driver: Driver, monkeypatch: pytest.MonkeyP
     assert len(entered) < 13, entered
 
 
+def test_a_window_in_a_list_is_that_in_a_tuple(driver: Driver) -> None:
+    q, k, v = qkv()
+    for window in ([3, None], (3, None), [3, None]):
+        attention(q, k, v, stage="08_swizzle", causal=True, window=window)
+    assert (driver.prepared, len(driver.launches)) == (1, 3)
+
+
 def test_another_length_takes_the_code_that_is_there(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence that is decoded has another length at every step."""
     attention(*qkv(130), stage=MAPPED)

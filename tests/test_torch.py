@@ -657,6 +657,7 @@ def test_a_model_in_another_type_is_advised_in_its_own_words(llama: Any) -> None
             "wanted all of them in a batch of 1, got .* 2",
         ),
         ({"output_attentions": True}, "output_attentions"),
+        ({"sliding_window": 0}, "wanted a sliding_window of 1 or more, or None, got 0"),
         ({"attention_mask": torch.ones(2, 40, dtype=torch.bool)}, r"mask of shape \(2, 40\)"),
         ({"attention_mask": torch.ones(2, 50)}, r"mask of shape \(2, 50\)"),  # not of the mask function
         (

@@ -405,7 +405,9 @@ def _transformers_attention(
             "`model.half()` works, and so does dtype='float16' in from_pretrained."
         )
     packed: dict[str, Any] = {name: options[name] for name in _PACKED if options.get(name) is not None}
-    # Their window counts the key on the diagonal.
+    # Their window counts the key on the diagonal. One of 0 hides every key in their masks, and none in flash-attention.
+    if sliding_window is not None and sliding_window < 1:
+        raise _refuse(f"{sliding_window}", "a sliding_window of 1 or more, or None")
     window = None if sliding_window is None else sliding_window - 1
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     padding = None

@@ -72,7 +72,9 @@ class DeviceArray:
 
     @property
     def extent(self) -> tuple[int, int]:
-        """Address range in bytes: first, and one past the last."""
+        """Address range in bytes: first, and one past the last; (0, 0) without elements."""
+        if 0 in self.shape:
+            return 0, 0
         steps = [stride * (length - 1) for length, stride in zip(self.shape, self.strides, strict=True)]
         low = sum(step for step in steps if step < 0)
         high = sum(step for step in steps if step > 0) + 1

@@ -279,6 +279,7 @@ def prepare(
     handle = place.stream
     assert handle is not None
     how: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "scale": scale, "stage": stage}
+    how["window"] = tuple(window) if isinstance(window, list) else window  # hashable
     how["max_seqlen_q"] = None if sequences is None else sequences.max_seqlen_q
     code = {"overrides": tuple(sorted(tunables(params).items())), "source": _file(source), "may_spill": may_spill}
     recipe = _recipe(inputs, target, how, code)

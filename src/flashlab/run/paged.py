@@ -48,6 +48,7 @@ from flashlab.run.plan import (
     outputs_of,
     planned,
     problem_of,
+    refuse_overlap,
     tunables,
     with_features,
 )
@@ -182,8 +183,9 @@ def append_kv(
 
     Args:
         k_cache: (num_pages, kv_heads, page_size, head_dim), a torch tensor, or a CuPy or NumPy array.
-        v_cache: like `k_cache`.
-        k: (batch, kv_heads, new tokens, head_dim), of the dtype and on the device of the cache.
+        v_cache: like `k_cache`, in other memory.
+        k: (batch, kv_heads, new tokens, head_dim), of the dtype and on the device of the cache, outside
+            the range of addresses of either cache.
         v: like `k`.
         page_table: int32 (batch, pages per sequence), including the pages of the new tokens.
         lengths: int32 (batch,): number of keys of each sequence before the new tokens.
@@ -242,6 +244,7 @@ def _check_appended(views: Mapping[str, DeviceArray]) -> None:
     for name, view in views.items():
         if name in ("k_cache", "v_cache"):
             check_writable(name, view)
+            refuse_overlap(name, view, {"k": k, "v": v, "page_table": table, "lengths": lengths})
         if name in ("v_cache", "k", "v") and view.dtype != k_cache.dtype:
             raise DTypeError(f"{name}: wanted the type of k_cache, {k_cache.dtype}, got {view.dtype}")
         if view.device != k_cache.device:

@@ -205,6 +205,7 @@ def window_of(window: Any) -> Window:
         ParameterError: the window is invalid.
     """
     sides = [window, window] if isinstance(window, numbers.Integral) else NO_WINDOW if window is None else window
+    sides = sides if isinstance(sides, tuple | list) else ()  # a set has no order
     try:
         left, right = (UNLIMITED if side is None else operator.index(side) for side in sides)
     except (TypeError, ValueError):
