@@ -33,7 +33,9 @@ def read(source: Path, language: str) -> str:
     try:
         return source.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ParameterError(f"source: wanted a {language} file, got {source}: {error}") from error
+        raise ParameterError(
+            f"source: wanted a {language} file, got {source}: {getattr(error, 'strerror', error)}"
+        ) from error
 
 
 class Frame(NamedTuple):

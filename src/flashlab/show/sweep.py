@@ -237,7 +237,9 @@ def cells_of(
     try:
         sets = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ParameterError(f"cells: wanted a TOML file of cells, got {file}: {error}") from error
+        raise ParameterError(
+            f"cells: wanted a TOML file of cells, got {file}: {getattr(error, 'strerror', error)}"
+        ) from error
     names = [key for key, value in sets.items() if isinstance(value, list)]
     if name not in names:
         raise ParameterError(f"cells: wanted one of the sets in {file}: {', '.join(names) or 'none'}, got {name!r}")
