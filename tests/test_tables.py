@@ -18,6 +18,7 @@ from flashlab.core.errors import NoDataError
 from flashlab.core.inputs import KINDS
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import registry
+from flashlab.measure import timer
 from flashlab.query import predictions, roofline, select
 from flashlab.query.contests import Accuracy, AgainstPeers, Contest, percent_of_peak
 from flashlab.record import store
@@ -45,6 +46,12 @@ FIRST = Problem.parse(FIRST_SHAPE)
 )
 def test_numbers_have_three_digits_that_count(value: float | None, text: str) -> None:
     assert tables.number(value) == text
+
+
+def test_what_held_a_clock_back_is_named_in_words() -> None:
+    every = timer.throttle_reasons(0x4 | 0x8 | 0x20 | 0x40 | 0x80)
+    assert tables.held_back(every) == "power limit, hardware slowdown, temperature, power brake"
+    assert tables.held_back(()) == "nothing"
 
 
 def test_a_table_has_a_cell_for_every_column() -> None:

@@ -56,9 +56,9 @@ _STATUS_WORDS: Mapping[Status, str] = {
 }
 _HELD_BACK: Mapping[str, str] = {
     "sw_power_cap": "power limit",
-    "hw_power_brake": "power brake",
-    "sw_thermal": "temperature",
-    "hw_thermal": "temperature",
+    "hw_power_brake_slowdown": "power brake",
+    "sw_thermal_slowdown": "temperature",
+    "hw_thermal_slowdown": "temperature",
     "hw_slowdown": "hardware slowdown",
 }
 """Display names of NVML's throttle reasons; others keep NVML's name."""
@@ -132,7 +132,7 @@ def place(file: str, line: int) -> str:
 
 def held_back(reasons: Iterable[str]) -> str:
     """Display names of NVML's throttle reasons; `nothing` if there are none."""
-    return ", ".join(_HELD_BACK.get(why, why) for why in reasons) or "nothing"
+    return ", ".join(dict.fromkeys(_HELD_BACK.get(why, why) for why in reasons)) or "nothing"
 
 
 def title_of(name: str) -> str:
