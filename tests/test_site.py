@@ -568,6 +568,12 @@ def test_csv_says_what_the_records_say_and_its_dictionary_is_whole(pages: Path) 
         assert all(f"| `{column}` |" in text for column in columns)
 
 
+def test_the_dictionary_of_records_names_types_without_their_constraints() -> None:
+    text = content.dictionary(schema.Start)
+    assert "| `instance` | `str \\| None` |" in text
+    assert "| `software` | `dict[str, str]` |" in content.dictionary(schema.Call)
+
+
 def test_before_anything_was_measured_every_page_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_variants(monkeypatch)
     out = content.generate(tmp_path / "generated", tmp_path / "data", executed=NOTEBOOKS)

@@ -30,7 +30,7 @@ from functools import lru_cache, partial
 from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 from urllib.parse import urlencode
 
 import jinja2
@@ -983,9 +983,10 @@ def _downloads(out: Output, data: Path, gpu: str) -> None:
 
 def dictionary(model: Any) -> str:
     """The data dictionary of a kind of record."""
+    types = get_type_hints(model)  # without the constraints that pydantic's annotations carry
     columns = (
         Column("field", "0", code),
-        Column("type", lambda item: code(_type_name(item[1].annotation)), left=True),
+        Column("type", lambda item: code(_type_name(types[item[0]])), left=True),
         Column("meaning", lambda item: " ".join((item[1].description or "").replace("`", "").split()), left=True),
     )
     meaning = inspect.cleandoc(model.__doc__ or "")
@@ -995,7 +996,7 @@ def dictionary(model: Any) -> str:
 def _type_name(annotation: object) -> str:
     """A field's type to display: `float | None`, `tuple[Samples, ...]`."""
     text = annotation.__name__ if isinstance(annotation, type) and not get_args(annotation) else str(annotation)
-    return re.sub(r"(?:\w+\.)+(?=\w)", "", text)
+    return re.sub(r"Optional\[(.+)\]", r"\1 | None", re.sub(r"(?:\w+\.)+(?=\w)", "", text))
 
 
 def _write_csv(path: Path, columns: Mapping[str, str], lines: Sequence[Mapping[str, object]]) -> None:
