@@ -30,7 +30,6 @@ from flashlab.experiments import ablation
 from flashlab.kernels import peers, registry
 from flashlab.measure import ceilings
 from flashlab.query import roofline, select
-from flashlab.query.kinship import MODELS
 from flashlab.query.statistics import Estimate, Statistic, median, over_starts, ratio_of_medians
 from flashlab.record import store
 from flashlab.record.schema import Call, Ceiling, Measurement, Timed
@@ -119,35 +118,6 @@ def facts() -> Mapping[str, Any]:
 def entries() -> Mapping[str, Entry]:
     """The evidence entries by claim id."""
     return {name: Entry.model_validate(fields) for name, fields in facts()["claims"].items()}
-
-
-# --- What can be said without a GPU -----------------------------------------------------------------------------------
-
-
-def shown_without(claimed: str, stage_ids: Sequence[str], gpu: str, data: Path = DATA) -> str:
-    """What can be said of stages without the GPU that a claim is about: their machine code for it, and runs on a CPU.
-
-    One sentence, about the last of them that is CUDA C++; empty where there is none.
-    """
-    arch = MODELS[claimed].arch if claimed in MODELS else ""
-    stages = [registry.get(name) for name in stage_ids if is_stage(name)]
-    able = [stage.id for stage in stages if stage.language == "cuda" and arch in stage.archs]
-    try:
-        counts = _counts(_built(able[-1], arch=arch)) if able else {}
-    except PendingError:
-        counts = {}
-    if not counts:
-        return ""
-    spill = f"{counts['spilled_bytes']} bytes spilled" if counts["spilled_bytes"] else "no spill"
-    sentence = (
-        f"Without an {claimed}: `{able[-1]}` compiles for {arch} with {counts['registers']} registers, "
-        f"{tables.number(counts['smem_kb'])} KB of shared memory and {spill}"
-    )
-    checks = (row.emulator for row in select.emulated_checks(gpu, data) if row.stage == able[-1])
-    statuses = [check.status for check in checks if check and check.status != "unsupported"]
-    if statuses:
-        sentence += f"; run on a CPU, it was right at {statuses.count('ok')} of {len(statuses)} problems"
-    return f"{sentence}."
 
 
 # --- What is on record ------------------------------------------------------------------------------------------------

@@ -42,7 +42,6 @@ from flashlab.experiments.evidence import (
     entries,
     facts,
     find,
-    shown_without,
 )
 from flashlab.kernels import peers, registry
 from flashlab.measure import bench, ceilings, harness
@@ -424,8 +423,7 @@ def _without(claim: Claim, finding: Finding | None, would: Kind, command: str, r
         sentences.append(f"On {records.gpu}, {kin.same.partition(':')[0]} but for its memory, it is {words(would)}.")
     elif finding:
         sentences.append(f"What {records.gpu} reaches does not carry over.")
-        sentences.append(shown_without(claim.gpu, finding.stages, records.gpu, records.data))
-    return " ".join(filter(None, sentences))
+    return " ".join(sentences)
 
 
 def verdicts(
