@@ -1,4 +1,4 @@
-"""The autotuner: variants, rounds, records of losers and refused ones, and the table that the records make."""
+"""The autotuner: variants, records of losers and refused ones, and the table that the records make."""
 
 from __future__ import annotations
 
@@ -65,11 +65,11 @@ class FakeTiming:
     """In place of `tune.time`: writes records at once, and remembers what it was asked."""
 
     def __init__(self) -> None:
-        self.rounds: list[tuple[list[dict[str, int]], int]] = []
+        self.asked: list[tuple[list[dict[str, int]], int]] = []
 
     def __call__(self, tasks: Sequence[tune.Task], *, plan: Plan, options: Options) -> Path:
-        self.rounds.append((list(tasks[0].variants), plan.samples))
-        run = f"20260102T03040{len(self.rounds)}Z-0123abc"
+        self.asked.append((list(tasks[0].variants), plan.samples))
+        run = f"20260102T03040{len(self.asked)}Z-0123abc"
         path = options.data / "nvidia-h200" / "tuning" / f"{run}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         for (_, problem), variants, *_ in tasks:
@@ -79,12 +79,14 @@ class FakeTiming:
         return path
 
 
-def tune_fake(tmp_path: Path, timing: FakeTiming, **what: Any) -> list[tune.Task]:
-    what = {"head_dim": 64, "mask": "full", **what}
+def tune_fake(
+    tmp_path: Path, timing: FakeTiming, *, grid: Mapping[str, Sequence[int]], problems: Sequence[Problem] = (PROBLEM,)
+) -> list[tune.Task]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tune, "time", timing)
         patch.setattr(gpu, "info", lambda _: SimpleNamespace(arch="sm_90a", slug="nvidia-h200"))
-        return tune.tune(STAGE.id, options=Options(data=tmp_path), **what)
+        options = Options(data=tmp_path)
+        return tune.tune(tune.tasks_of(STAGE, problems, grid, options=options), options=options)
 
 
 def test_variants_are_every_combination_with_the_defaults_first() -> None:
@@ -135,29 +137,25 @@ def test_refused_and_twin_variants_cost_no_gpu_time() -> None:
     assert "ommand:" not in reason
 
 
-def test_losers_cost_little_and_every_variant_is_recorded(tmp_path: Path) -> None:
+def test_every_variant_is_timed_once_and_recorded(tmp_path: Path) -> None:
     timing = FakeTiming()
     grid = {"WARPS": (2, 4, 8), "TILE_KV": (32, 60, 64), "PADDING": (0, 8)}
     (done,) = tune_fake(tmp_path, timing, grid=grid)
-    sizes = [len(variants) for variants, _ in timing.rounds]
-    samples = [one for _, one in timing.rounds]
-    assert sizes == sorted(sizes, reverse=True)
-    assert len(sizes) > 1
-    assert samples == sorted(samples)
-    assert samples[-1] == 25
-    assert sizes[-1] <= 10
-    assert all(STAGE.parameters(64) in variants for variants, _ in timing.rounds), "defaults take part in every round"
-    first, damage = store.read(done.rounds[0], schema.Tuning)
+    ((variants, samples),) = timing.asked
+    assert samples == 25
+    assert STAGE.parameters(64) in variants, "defaults take part"
+    assert done.path is not None
+    rows, damage = store.read(done.path, schema.Tuning)
     assert not damage
-    assert len(first) == sizes[0] + len(done.refused)
+    assert len(rows) == len(variants) + len(done.refused)
     assert len(done.refused) == 6
-    assert {row.parameters["TILE_KV"] for row in first if row.status == "error"} == {60}
-    assert sizes[0] + len(done.refused) + len(done.twins) == 18
-    best = min((tuple(sorted(v.items())) for v in timing.rounds[0][0]), key=lambda v: speed_of(dict(v)))
+    assert {row.parameters["TILE_KV"] for row in rows if row.status == "error"} == {60}
+    assert len(variants) + len(done.refused) + len(done.twins) == 18
+    best = min(variants, key=speed_of)
     (row,) = tuned.rows("nvidia-h200", tmp_path)
     assert (row.stage, row.problem) == done.key
-    assert row.parameters == dict(best)
-    assert (row.run, row.variants) == (done.rounds[-1].stem, sizes[-1])
+    assert row.parameters == best
+    assert (row.run, row.variants) == (done.path.stem, len(variants))
 
 
 def test_a_stage_of_which_nothing_compiles_is_an_error(tmp_path: Path) -> None:
@@ -172,30 +170,6 @@ def test_a_stage_of_which_nothing_compiles_is_an_error(tmp_path: Path) -> None:
         patch.setattr(tune, "compile_tasks", refused)
         with pytest.raises(CompileError, match="static assertion"):
             tune_fake(tmp_path, refuse, grid={"TILE_KV": (60,)})  # type: ignore[arg-type]
-
-
-def test_with_several_problems_the_geometric_mean_decides() -> None:
-    long = Problem.parse("4x16x8192x64")
-    a, b = STAGE.parameters(64), STAGE.parameters(64, {"WARPS": 2})
-    rows = [
-        record(a, 100.0),
-        record(a, 900.0, problem=long),
-        record(b, 200.0),
-        record(b, 300.0, problem=long),
-        record({**a, "WARPS": 8}, 1.0),  # right on one of them alone: no winner
-    ]
-    assert tune.rank(rows, (PROBLEM, long)) == [b, a]
-
-
-def test_few_rows_are_ranked_as_the_table_counts_them() -> None:
-    problem = Problem.parse("1x2x2x1x130x64")
-    a, b = STAGE.parameters(64), STAGE.parameters(64, {"WARPS": 2})
-    rows = []
-    for variant, hot_us, step_us in ((a, 10.0, 30.0), (b, 20.0, 25.0)):
-        row = record(variant, hot_us, problem=problem)
-        step = row.samples[0].model_copy(update={"cache": "step", "time_us": (step_us,)})
-        rows.append(row.model_copy(update={"samples": (*row.samples, step)}))
-    assert tune.rank(rows, [problem]) == [b, a]
 
 
 def test_a_newer_round_replaces_the_choice_even_where_it_is_slower(tmp_path: Path) -> None:
@@ -539,14 +513,15 @@ def test_the_command_says_what_it_would_try(tmp_path: Path) -> None:
     what = ["tune", STAGE.id, "--head-dim", "64", "--param", "WARPS=2,4", "--param", "PADDING=0,8", "--dry-run"]
     shown = CliRunner().invoke(app, [*what, "--data", str(tmp_path), "--json"])
     assert shown.exit_code == 0
-    row = {"stage": STAGE.id, "head_dim": 64, "dtype": "float16", "variants": 4}
-    assert json.loads(shown.stdout) == [row | {"mask": mask} for mask in ("full", "causal")]
+    row = {"stage": STAGE.id, "variants": 4, "beside": []}
+    labels = [Problem.parse("16x16x2048x64", mask=mask).label for mask in MASKS]
+    assert json.loads(shown.stdout) == [row | {"problem": label} for label in labels]
     again = CliRunner().invoke(app, [*what, "--head-dim", "64", "--data", str(tmp_path), "--json"])
     assert again.stdout == shown.stdout
     shapes = [part for shape in ("1x8x512x128", "1x8x512x64", "2x8x512x128") for part in ("--shape", shape)]
     shown = CliRunner().invoke(app, ["tune", STAGE.id, *shapes, "--mask", "full", *what[4:], "--json"])
-    assert [row["head_dim"] for row in json.loads(shown.stdout)] == [64, 128], "each shape with its own head dim"
-    assert "the counts are upper bounds: variants that do not compile" in shown.stderr
+    found = [row["problem"] for row in json.loads(shown.stdout)]
+    assert found == [Problem.parse(shape).label for shape in ("1x8x512x64", "1x8x512x128", "2x8x512x128")]
     for wrong, why in (
         ([*what, "--shape", "1x8x512x128"], "wanted head dim 64"),
         (["tune", "d0_split_kv", "--dry-run"], "--shape: wanted one, such as 16x32x8x1x8192x64, for d0_split_kv"),
@@ -666,7 +641,7 @@ def test_a_plan_is_timed_in_one_go_and_makes_a_choice_for_each_key(
     monkeypatch.setattr(gpu, "info", lambda _: SimpleNamespace(arch="sm_90a", slug="nvidia-h200"))
     variants = tuple(STAGE.parameters(64, {"WARPS": warps, "TILE_KV": keys}) for warps in (2, 8) for keys in (60, 64))
     keys = [tune.Key(STAGE.id, Problem.parse("16x16x2048x64", mask=mask)) for mask in MASKS]
-    done = tune.tune_all(
+    done = tune.tune(
         [tune.Task(key, variants, ("sdpa",)) for key in keys],
         options=Options(data=tmp_path),
     )
@@ -676,7 +651,7 @@ def test_a_plan_is_timed_in_one_go_and_makes_a_choice_for_each_key(
         assert STAGE.parameters(64) in task.variants
         assert {variant["TILE_KV"] for variant in task.variants} == {64}
     assert [(*one.key, len(one.refused)) for one in done] == [(*key, 2) for key in keys]
-    found, damage = store.read(done[0].rounds[0], schema.Tuning)
+    found, damage = store.read(done[0].path, schema.Tuning)
     assert not damage
     assert sum(row.status == "error" for row in found) == 4
     rows = tuned.rows("nvidia-h200", tmp_path)
@@ -693,11 +668,11 @@ def test_a_plan_leaves_out_the_stages_that_the_gpu_does_not_run(
     hopper = registry.get("09_wgmma")
     tasks = [tune.Task(tune.Key(stage.id, PROBLEM), (stage.parameters(64),)) for stage in (hopper, STAGE)]
     options = Options(data=tmp_path, note=messages.append)
-    (done,) = tune.tune_all(tasks, options=options)
+    (done,) = tune.tune(tasks, options=options)
     assert [task.key.stage for task in asked[0]] == [STAGE.id] == [done.key.stage]
     assert any("09_wgmma needs sm_90a and this GPU is sm_80" in line for line in messages)
     with pytest.raises(ParameterError, match="runs on sm_80"):
-        tune.tune_all(tasks[:1], options=options)
+        tune.tune(tasks[:1], options=options)
 
 
 def test_a_plan_goes_on_with_the_problems_that_lack_a_variant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -720,9 +695,9 @@ def test_a_plan_goes_on_with_the_problems_that_lack_a_variant(tmp_path: Path, mo
     said: list[str] = []
     options = Options(data=tmp_path, resume=True, note=said.append)
     monkeypatch.setattr(tune, "time", lambda tasks, **_: asked.append(tasks) or path)
-    tune.tune_all(tasks, options=options)
+    tune.tune(tasks, options=options)
     assert [task.key.problem for task in asked[0]] == [second]
-    assert tune.tune_all(tasks[:1], options=options) == []
+    assert tune.tune(tasks[:1], options=options) == []
     assert said[-1] == "all of it is on record; nothing was measured"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +23,6 @@ from flashlab.core.problem import DTYPES, FIRST_SHAPE, MASKS, SUITES, DType, Pro
 from flashlab.core.problem import suite as suite_of
 
 if TYPE_CHECKING:
-    from flashlab.measure.options import Options
     from flashlab.measure.tune import Task
 
 _AT_MOST = ", less what --resume skips, which only a compiler and the GPU can tell"
@@ -183,92 +181,60 @@ def tune(
         raise ParameterError("wanted a STAGE or --plan, got " + ("neither" if stage is None else "both"))
     if each and limit:
         raise ParameterError("--limit: wanted no --each, which varies one tunable at a time")
-    if resume and plan is None:
-        raise ParameterError(
-            "--resume: wanted --plan, whose problems are independent, got one STAGE, which is tuned in rounds"
-        )
     here = {"--dtype": dtype, "--param": param, "--each": each, "--shape": shape, "--limit": limit}
     here |= {"--inputs": inputs != NORMAL}
     if plan is not None and (given := [name for name, value in here.items() if value]):
         raise ParameterError(f"--plan: wanted no {', '.join(given)}, which the entries of the file set")
     options = Options(data=data, device=device, note=say, resume=resume)
     if plan is not None:
-        _tune_plan(plan, options, dry_run=dry_run, head_dim=head_dim, mask=mask)
-        return
-    assert stage is not None
-    entry, of_type = registry.get(stage), dtype or "float16"
-    how: dict[str, Any] = {"grid": module.parse_grid(entry, param) if param else None, "each": each}
-    how["limit"] = limit or module.LIMIT
-    where: dict[str, Any] = {"inputs": drawn(inputs)}
-    by_dim = grouped(shape or (), lambda text: Problem.parse(text).head_dim)
-    rows: list[dict[str, Any]] = []
-    tunings: list[list[Task]] = []
-    dims = dict.fromkeys(head_dim or sorted(by_dim) or entry.head_dims)
-    for dim, of in product(dims, (mask,) if mask else MASKS):
-        where["shapes"] = module.shapes_for(entry, dim, shape if head_dim else by_dim.get(dim))
-        for problem in module.problems_of(head_dim=dim, mask=of, dtype=of_type, shapes=where["shapes"]):
-            entry.require(problem)
-        if dry_run:
-            variants = len(module.variants_of(entry, dim, **how))
-            rows.append({"stage": stage, "head_dim": dim, "mask": of, "dtype": of_type, "variants": variants})
-            continue
-        with following("tuning") as follow:
-            where["options"] = replace(options, progress=follow)
-            tunings.append(module.tune(stage, head_dim=dim, mask=of, dtype=of_type, **how, **where))
-    if dry_run:
-        answer(rows, ("stage", "head_dim", "mask", "dtype", "variants"))
-        say("the counts are upper bounds: variants that do not compile are left out before any is timed")
+        known = module.read_plan(plan)
+        tasks = [task for task in known if matching([task.key.problem], head_dim=head_dim, mask=mask)]
+        if not tasks:
+            dims = ", ".join(map(str, sorted({task.key.problem.head_dim for task in known}))) or "none"
+            raise ParameterError(
+                f"--plan: wanted entries with that head dim and mask, found none. {plan} has head dims {dims}"
+            )
     else:
-        _show_tuned(tunings)
-
-
-def _tune_plan(plan: Path, options: Options, *, dry_run: bool, **wanted: Any) -> None:
-    """Tune the entries of a plan that match the head dims and mask given."""
-    from flashlab.measure import tune as module
-
-    known = module.read_plan(plan)
-    tasks = [task for task in known if matching([task.key.problem], **wanted)]
-    if not tasks:
-        dims = ", ".join(map(str, sorted({task.key.problem.head_dim for task in known}))) or "none"
-        raise ParameterError(
-            f"--plan: wanted entries with that head dim and mask, found none. {plan} has head dims {dims}"
-        )
+        assert stage is not None
+        entry, of_type, kind = registry.get(stage), dtype or "float16", drawn(inputs)
+        by_dim = grouped(shape or (), lambda text: Problem.parse(text).head_dim)
+        problems: list[Problem] = []
+        for dim in dict.fromkeys(head_dim or sorted(by_dim) or entry.head_dims):
+            shapes = module.shapes_for(entry, dim, shape if head_dim else by_dim.get(dim))
+            for of in (mask,) if mask else MASKS:
+                problems += module.problems_of(head_dim=dim, mask=of, dtype=of_type, shapes=shapes, inputs=kind)
+        grid = module.parse_grid(entry, param) if param else None
+        how: dict[str, Any] = {"each": each, "limit": limit or module.LIMIT}
+        tasks = module.tasks_of(entry, problems, grid, **how, options=None if dry_run else options)
     if dry_run:
         columns = ("stage", "problem", "variants", "beside")
-        cells = (
-            (planned.key.stage, planned.key.problem.label, len(planned.variants), planned.peers) for planned in tasks
-        )
+        cells = ((task.key.stage, task.key.problem.label, len(task.variants), task.peers) for task in tasks)
         answer([dict(zip(columns, row, strict=True)) for row in cells], columns)
         most = _AT_MOST * options.resume
         say(f"about {module.estimate_s(tasks):.0f} s including start-up{most}; nothing was measured")
         return
     with following("tuning") as follow:
-        _show_tuned([[result] for result in module.tune_all(tasks, options=replace(options, progress=follow))])
+        _show_tuned(module.tune(tasks, options=replace(options, progress=follow)))
 
 
-def _show_tuned(tunings: Sequence[Sequence[Task]]) -> None:
-    """Print the last round of each tuning, which has one task per problem."""
+def _show_tuned(tasks: Sequence[Task]) -> None:
+    """Print the variants of a tuning, the fastest first at each problem."""
     from flashlab.record import schema, store
     from flashlab.show import tuning as module
 
-    lines = [
-        (trial, tasks[0].rounds[-1])
-        for tasks in tunings
-        for trial in module.trials(store.read(tasks[0].rounds[-1], schema.Tuning)[0])
-        if trial["key"] in [task.key for task in tasks]
-    ]
-    lines.sort(key=lambda line: (line[0]["key"], line[0]["median_us"] or float("inf")))
+    path = tasks[0].path if tasks else None
+    trials = module.trials(store.read(path, schema.Tuning)[0]) if path else []
+    trials.sort(key=lambda trial: (trial["key"], trial["median_us"] or float("inf")))
     columns = {"stage": "key.stage", "problem": "key.problem.label", "variant": "parameters", "median_us": "median_us"}
     answer(
-        [trial for trial, _ in lines],
+        trials,
         {**columns, "speedup": "speedup", "reason": lambda trial: trial["reason"][:80]},
-        document=[{**trial, "path": path} for trial, path in lines],
+        document=[{**trial, "path": path} for trial in trials],
     )
-    for tasks in () if as_json() else tunings:
-        first, problems = tasks[0], ", ".join(task.key.problem.label for task in tasks)
+    for task in () if as_json() else tasks:
         say(
-            f"{first.key.stage} {problems}: {several(len(first.refused), 'variant')} refused, {len(first.twins)} with "
-            f"another's machine code, {several(len(first.rounds), 'round')}, the last in {first.rounds[-1]}"
+            f"{task.key.stage} {task.key.problem.label}: {several(len(task.refused), 'variant')} refused, "
+            f"{len(task.twins)} with another's machine code, in {task.path}"
         )
 
 

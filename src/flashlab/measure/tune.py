@@ -1,16 +1,11 @@
-"""Autotuner: times variants of a stage's tunables on a GPU and records all of them.
-
-Tuning a stage on one or more problems has these steps:
+"""Autotuner: times variants of stages' tunables on a GPU and records all of them.
 
 1. Compile all variants in parallel. Those that fail a static_assert, spill or otherwise lose performance need no GPU
    time; their record has the reason. Variants with the same machine code as another are skipped.
-2. Check the others against the oracle and time them interleaved, in one process, in short bursts; then the fastest
-   third again with more samples, and so on. The stage's defaults and the current choice of the table take part in every
-   round, for comparison.
-3. Record every variant of every round in data/<gpu>/tuning, including slower and rejected ones.
-
-A plan does this for many stages and problems in one worker and a single round; everything timed on one problem, of any
-stage and including the libraries that the plan names, is interleaved.
+2. Check the others against the oracle and time them in one process. Everything timed on one problem, of any stage and
+   including the libraries that a plan names, is interleaved. The stage's defaults and the current choice of the table
+   always take part, for comparison.
+3. Record every variant in data/<gpu>/tuning, including slower and rejected ones.
 
 measure/tuned.py builds the table of choices from the records.
 """
@@ -23,13 +18,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
-from statistics import geometric_mean
 from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from flashlab.build.parallel import Follow, ignore
-from flashlab.core.arithmetic import several
 from flashlab.core.errors import CompileError, ParameterError
 from flashlab.core.inputs import NORMAL
 from flashlab.core.paths import DATA
@@ -49,18 +42,10 @@ Items = tuple[tuple[str, int], ...]
 
 LIMIT = 256
 """Default maximum number of variants of a tuning."""
-_KEPT = 3
-"""One in this many variants advances to the next round."""
-_FINALISTS = 8
-"""Number of variants at which the last round is run."""
-_SAMPLES = (3, 7, 25)
-"""Burst samples per round; the last number is that of the last round."""
 _REASON_CHARS = 600
-_PLAN_CAP_S = 0.5
-"""Host time in seconds after which a variant of a plan gets only the minimum number of samples."""
 _CHECKED_SCORES = 1 << 26
 """Scores per problem that are compared with the oracle."""
-_PLAN = replace(BURSTS, samples=_SAMPLES[-1], step_samples=_SAMPLES[-1], checked_scores=_CHECKED_SCORES)
+_PLAN = replace(BURSTS, samples=25, step_samples=25, cap_s=0.5, checked_scores=_CHECKED_SCORES)
 """Includes step samples, which `flashlab tuned` uses for problems with few query rows."""
 _START_S, _EACH_S, _CHECK_S = 25.0, 0.2, 0.25
 """Assumptions of `estimate_s`: start and compilation, a variant without its check, and a full check."""
@@ -94,7 +79,7 @@ def parse_grid(stage: Stage, texts: Sequence[str]) -> dict[str, tuple[int, ...]]
 
 
 class Task(NamedTuple):
-    """An entry of a plan: stage and problem, variants, and libraries to time with them."""
+    """Stage and problem, variants, and libraries to time with them."""
 
     key: Key
     variants: tuple[Variant, ...]
@@ -104,8 +89,8 @@ class Task(NamedTuple):
     """After compilation: variants that did not compile, with reasons, removed from `variants`."""
     twins: tuple[Variant, ...] = ()
     """After compilation: variants with the same machine code as another, removed from `variants`."""
-    rounds: tuple[Path, ...] = ()
-    """After timing: the file of records of each round."""
+    path: Path | None = None
+    """After timing: the file of records."""
 
 
 class _Entry(BaseModel):
@@ -261,67 +246,35 @@ def problems_of(
     return problems
 
 
-def tune(
-    stage_id: str,
-    *,
-    head_dim: int,
-    mask: Mask,
-    dtype: DType = "float16",
+def tasks_of(
+    stage: Stage,
+    problems: Iterable[Problem],
     grid: Mapping[str, Sequence[int]] | None = None,
+    *,
     each: bool = False,
     limit: int = LIMIT,
-    shapes: Sequence[str] | None = None,
-    inputs: str = NORMAL,
-    options: Options = OPTIONS,
+    options: Options | None = None,
 ) -> list[Task]:
-    """Tune a stage for one head dim, mask and dtype, and record every variant; returns one task per problem.
+    """The tasks of tuning one stage at some problems.
 
     Args:
         grid, each, limit: the variants, as in `variants_of`.
-        shapes: default: the first of the suites. With several, variants are ranked by the geometric mean of times.
-        inputs: kind of inputs. The table uses only normal ones.
+        options: name the GPU and the records whose current choice is the starting point; None: the defaults are.
 
     Raises:
-        UnknownStageError, ParameterError, UnsupportedError: an invalid or unsupported option.
-        CompileError: no variant compiles.
-        NoGpuError, LaunchError, MissingPackageError, OutputError: see there.
+        ParameterError, UnsupportedError: an invalid or unsupported option.
+        NoGpuError: there is no GPU.
     """
-    stage = registry.get(stage_id)
-    shapes = shapes_for(stage, head_dim, shapes)
-    problems = problems_of(head_dim=head_dim, mask=mask, dtype=dtype, shapes=shapes, inputs=inputs)
-    here = gpu.info(options.device)
-    arch, slug = here.arch, here.slug
+    tasks = []
     for problem in problems:
-        stage.require(problem, arch)
-    stay = _staying(Key(stage_id, problems[0]), arch, slug, options.data)
-    variants = variants_of(stage, head_dim, grid, each=each, base=stay[-1], limit=limit)
-    tried = tuple(_unique([*stay, *variants]))
-    compiled = compile_tasks(
-        [Task(Key(stage_id, problem), tried) for problem in problems], arch=arch, progress=options.progress
-    )
-    # The same of every problem: a kernel knows no lengths.
-    left, refused = compiled[0].variants, compiled[0].refused
-    if not left:
-        raise CompileError(
-            f"{stage_id}: no variant of {len(variants)} compiles, the first because of {refused[0][1]}",
-            command="",
-            log="",
-        )
-    rounds: list[Path] = []
-    while True:
-        last = len(left) <= _FINALISTS + len(stay)
-        samples = _SAMPLES[-1] if last else _SAMPLES[min(len(rounds), len(_SAMPLES) - 2)]
-        options.note(f"round {len(rounds) + 1}: {several(len(left), 'variant')}, {samples} samples each")
-        plan = replace(_PLAN, samples=samples, min_samples=min(3, samples))
-        of_round = [task._replace(variants=left, refused=() if rounds else refused) for task in compiled]
-        path, timed = _round(of_round, plan, options)
-        rounds.append(path)
-        ranked = rank(timed, problems)
-        if last or not ranked:
-            break
-        kept = max(_FINALISTS, len(left) // _KEPT)
-        left = tuple(_unique([*ranked[:kept], *(variant for variant in ranked if variant in stay)]))
-    return [task._replace(rounds=tuple(rounds)) for task in compiled]
+        key, base = Key(stage.id, problem), None
+        if options:
+            here = gpu.info(options.device)
+            base = _staying(key, here.arch, here.slug, options.data)[-1]
+        stage.require(problem)
+        variants = variants_of(stage, problem.head_dim, grid, each=each, base=base, limit=limit)
+        tasks.append(Task(key, tuple(variants)))
+    return tasks
 
 
 def time(tasks: Sequence[Task], *, plan: Plan, options: Options) -> Path:
@@ -356,7 +309,7 @@ def _interleaved(tasks: Sequence[Task]) -> tuple[dict[str, Implementation], list
 
 
 def _staying(key: Key, arch: str, slug: str, data: Path) -> list[Variant]:
-    """Variants that take part in every round: the defaults, then the current choice of the table."""
+    """Variants that always take part: the defaults, then the current choice of the table."""
     stage, head_dim = registry.get(key.stage), key.problem.head_dim
     # Records may go elsewhere than the table comes from.
     tables_in = data if choice.path_of(slug, data).exists() else DATA
@@ -364,19 +317,17 @@ def _staying(key: Key, arch: str, slug: str, data: Path) -> list[Variant]:
     return _unique([stage.parameters(head_dim), stage.parameters(head_dim, present)])
 
 
-def tune_all(
-    tasks: Sequence[Task],
-    *,
-    options: Options = OPTIONS,
-) -> list[Task]:
-    """Tune several tasks: compile everything first, then time all in one worker, with a single round each.
+def tune(tasks: Sequence[Task], *, options: Options = OPTIONS) -> list[Task]:
+    """Tune several tasks: compile everything first, then time all in one worker, and record every variant.
 
     Everything timed on a problem, including the libraries of its tasks, is interleaved. With `resume` in the options,
-    problems whose variants are all on record with the same machine code are skipped.
+    problems whose variants are all on record with the same machine code are skipped. A task that this GPU does not
+    support is skipped with a note, one without a variant that compiles silently.
 
     Raises:
-        FlashlabError: as `tune` does; a task that this GPU does not support, or without a variant that compiles, is
-            skipped with a note.
+        ParameterError: no stage runs on this GPU.
+        CompileError: no variant compiles.
+        NoGpuError, LaunchError, MissingPackageError, OutputError: see there.
     """
     here = gpu.info(options.device)
     able = []
@@ -392,28 +343,26 @@ def tune_all(
             )
     if not able:
         raise ParameterError(f"wanted a stage to tune that runs on {here.arch}, got none")
-    compiled = [built for built in compile_tasks(able, arch=here.arch, progress=options.progress) if built.variants]
+    built = compile_tasks(able, arch=here.arch, progress=options.progress)
+    compiled = [task for task in built if task.variants]
     if not compiled:
-        raise ParameterError("wanted at least one variant that compiles, got none")
+        raise CompileError(
+            f"{built[0].key.stage}: no variant compiles, the first because of {built[0].refused[0][1]}",
+            command="",
+            log="",
+        )
     if options.resume:
-        named, cells = _interleaved([built._replace(peers=()) for built in compiled])
+        named, cells = _interleaved([task._replace(peers=()) for task in compiled])
         code = bench.compile_for(named, cells, arch=here.arch, slug=None)
         left = {problem for problem, _ in bench.not_recorded(Tuning, cells, named, code, options)}
-        compiled = [built for built in compiled if built.key.problem in left]
+        compiled = [task for task in compiled if task.key.problem in left]
         if not compiled:
             options.note("all of it is on record; nothing was measured")
             return []
-    path, _ = _round(compiled, replace(_PLAN, cap_s=_PLAN_CAP_S), options)
-    return [built._replace(rounds=(path,)) for built in compiled]
-
-
-def _round(tasks: Sequence[Task], plan: Plan, options: Options) -> tuple[Path, tuple[Tuning, ...]]:
-    """Time the variants of tasks and append those that did not compile; returns the file, and the timed records."""
-    if not any(plan.rotates(task.key.problem) for task in tasks):
-        plan = replace(plan, step_samples=0)
-    path = time(tasks, plan=plan, options=options)
+    rotates = any(_PLAN.rotates(task.key.problem) for task in compiled)
+    path = time(compiled, plan=_PLAN if rotates else replace(_PLAN, step_samples=0), options=options)
     timed, _ = store.read(path, schema.Tuning)
-    for task in tasks:
+    for task in compiled:
         like = next((row for row in timed if (row.stage, row.problem) == task.key), None)
         if like is None:
             continue
@@ -422,7 +371,7 @@ def _round(tasks: Sequence[Task], plan: Plan, options: Options) -> tuple[Path, t
             line = like.model_dump() | nothing | {"problem": asdict(like.problem), "parameters": variant}
             store.append(path, Tuning.model_validate(line))
     store.write_checksums(path.parents[1].name, options.data)
-    return path, timed
+    return [task._replace(path=path) for task in compiled]
 
 
 def estimate_s(tasks: Sequence[Task]) -> float:
@@ -445,13 +394,3 @@ def counted(record: Tuning | Measurement) -> Samples:
     samples = record.samples_of("burst", cache_of(record))
     assert samples is not None, "a record that is ok has burst samples"
     return samples
-
-
-def rank(tunings: Iterable[Tuning], problems: Sequence[Problem]) -> list[Variant]:
-    """Rank the variants that are correct on all problems by the geometric mean of their median times, fastest first."""
-    medians: dict[Items, dict[Problem, float]] = {}
-    for record in tunings:
-        if record.status == "ok":
-            medians.setdefault(items(record.parameters), {})[record.problem] = counted(record).median_us
-    times = {key: geometric_mean(of.values()) for key, of in medians.items() if of.keys() >= set(problems)}
-    return [dict(key) for key in sorted(times, key=lambda key: times[key])]
