@@ -741,8 +741,8 @@ def test_the_oracle_sees_less_of_other_inputs_than_normal() -> None:
 # --- How long it will take --------------------------------------------------------------------------------------------
 
 
-def _seconds(problem: Problem, known: Sequence[schema.Measurement] = (), **options: Any) -> bench.Estimate:
-    ((one,), total) = bench.estimate([problem], known=known, ceilings=False, **options)
+def _seconds(problem: Problem, **options: Any) -> bench.Estimate:
+    ((one,), total) = bench.estimate([problem], ceilings=False, **options)
     assert total > one.seconds
     return one
 
@@ -775,29 +775,6 @@ def test_an_estimate_counts_second_rows() -> None:
     what: dict[str, Any] = {"stages": ["00_naive"], "peers": ["sdpa"]}
     more = _seconds(first, plan=replace(plan, lse=True), **what).seconds - _seconds(first, plan=plan, **what).seconds
     assert 5 < more < 12
-
-
-def test_an_estimate_scales_what_is_on_record() -> None:
-    known = [measurement("00_naive", Problem.parse("16x16x2048x64"))]
-    slow = _seconds(Problem.parse("2x16x16384x64"), known, stages=["00_naive"], peers=[], plan=plan_of("lengths"))
-    samples = known[0].samples_of()
-    assert samples is not None
-    # Eight times the operations; three samples, each after a gap, and five calls beside them.
-    assert slow.seconds > 8 * samples.median_us / 1e6 * 7
-    assert slow.seconds < 8 * samples.median_us / 1e6 * 7 + 3
-    # A stage that was never measured is taken to be like its parent.
-    child = _seconds(Problem.parse("2x16x16384x64"), known, stages=["01_coalesced"], peers=[], plan=plan_of("lengths"))
-    assert child.seconds == pytest.approx(slow.seconds)
-
-
-def test_an_estimate_takes_the_same_inputs_first() -> None:
-    first, sink = Problem.parse(FIRST_SHAPE), Problem.parse(FIRST_SHAPE, inputs="sink_first")
-    known = [measurement("00_naive", first), measurement("00_naive", replace(sink, batch=4))]
-    for row in known:
-        row.samples[0].__dict__["time_us"] = (1e6 if row.problem.inputs == "normal" else 10.0,)
-    options: dict[str, Any] = {"stages": ["00_naive"], "peers": [], "plan": plan_of("inputs")}
-    assert _seconds(sink, known, **options).seconds < 10 < _seconds(first, known, **options).seconds
-    assert _seconds(replace(first, inputs="zeros"), known, **options).seconds > 10  # any, where there is none
 
 
 def test_an_estimate_compiles_a_library_once_for_all_kinds_of_inputs() -> None:

@@ -66,7 +66,6 @@ def bench(
     support them. --shape replaces the suite.
     """
     from flashlab.measure import bench as module
-    from flashlab.record import store
 
     if shape and suite:
         raise ParameterError(f"--shape: wanted no --suite, which it replaces, got --suite {suite}")
@@ -104,9 +103,7 @@ def bench(
     if names and not any(planned.sustains(problem, name) for problem in problems for name in names):
         raise ParameterError("--sustained-on: wanted --sustained SECONDS too: none of these problems is sustained")
     if dry_run:
-        folders = dict.fromkeys((DATA, data))  # the checkout's too: those of --data may be the first
-        known = [row for folder in folders for name in store.gpus(folder) for row in store.measurements(name, folder)]
-        estimates, total_s = module.estimate(problems, **what, known=known)
+        estimates, total_s = module.estimate(problems, **what)
         columns = {"problem": "problem.label", **{name: name for name in ("implementations", "sustained", "seconds")}}
         answer(estimates, columns, document={"seconds": total_s, "problems": estimates})
         say(f"about {total_s / 60:.1f} minutes including start-up{_AT_MOST * resume}; nothing was measured")

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -392,8 +391,8 @@ def not_on_record(
 
 _STARTUP_S, _CEILING_S = 20.0, 2.0
 _BUILD_S, _CHECK_S_PER_SCORE = 0.4, 0.6 / (1 << 30)
-_UNKNOWN_TFLOPS = 300.0
-"""Assumptions of `estimate`: time of a worker start, ceiling, build and check, and the rate without records."""
+_TFLOPS = 300.0
+"""Assumptions of `estimate`: time of a worker start, ceiling, build and check, and the rate of every implementation."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -416,40 +415,30 @@ def estimate(
     sources: Mapping[str, Path] | None = None,
     plan: Plan = PLAN,
     ceilings: bool | Sequence[str] = True,
-    known: Sequence[Measurement] = (),
 ) -> tuple[tuple[Estimate, ...], float]:
     """Estimate the time of each problem of a run, and of the whole run in seconds, without running anything.
 
-    The time of an implementation is scaled by FLOPs from its recorded row with the same head dim and mask, preferably
-    the same inputs, and the nearest FLOPs. A stage without one is assumed to be as fast as its parent. All layers of
-    `trained` inputs together are assumed to cost as much as another kind.
-
-    Args:
-        known: recorded rows, the newest last.
+    Every implementation is assumed to be fast: of a slow one, the time limits of a plan allow only a few samples. All
+    layers of `trained` inputs together are assumed to cost as much as another kind.
     """
     named = implementations_of(problems, stages, peers, sources, plan)
     built: set[tuple[str, Problem]] = set()
     estimates = []
     for problem in problems:
         able = {name: implementation for name, implementation in named.items() if _takes(implementation, problem)}
-        shape = replace(problem, inputs=NORMAL)
         scores = min(plan.checks(problem), int(problem.batch * problem.q_heads * problem.visible_scores))
-        seconds, long = 0.0, 0
-        for name, implementation in able.items():
-            call_s = _guess_us(implementation, problem, known) / 1e6
-            if (name, shape) not in built and implementation.kind == "peer":
-                seconds += libraries.get(implementation.id).compile_s
-            built.add((name, shape))
-            rows = 2 if plan.lse and implementation.kind == "stage" else 1
-            seconds += rows * (_BUILD_S + _CHECK_S_PER_SCORE * scores + 2 * call_s)
-            seconds += rows * (_burst_s(call_s, plan.samples, plan.min_samples, plan.cap_s) + 2 * call_s)
-            if plan.cold_samples:
-                seconds += _burst_s(call_s, plan.cold_samples, 3, plan.cap_s / 2) + 2 * call_s
-            if plan.step_samples:
-                seconds += _burst_s(STEP_CALLS * call_s, plan.step_samples, plan.min_samples, plan.cap_s)
-            if plan.sustains(problem, name):
-                seconds += plan.sustained_seconds + max(timing.CHUNK_S, call_s) * 2
-                long += 1
+        call_s, long = problem.flops / _TFLOPS / 1e12, sum(plan.sustains(problem, name) for name in able)
+        peers_here = {(of.id, replace(problem, inputs=NORMAL)) for of in able.values() if of.kind == "peer"}
+        seconds = sum(libraries.get(name).compile_s for name, _ in peers_here - built)
+        built |= peers_here
+        rows = len(able) + plan.lse * (len(able) - len(peers_here))
+        seconds += rows * (_BUILD_S + _CHECK_S_PER_SCORE * scores)
+        seconds += rows * _burst_s(call_s, plan.samples, plan.min_samples, plan.cap_s)
+        if plan.cold_samples:
+            seconds += len(able) * _burst_s(call_s, plan.cold_samples, 3, plan.cap_s / 2)
+        if plan.step_samples:
+            seconds += len(able) * _burst_s(STEP_CALLS * call_s, plan.step_samples, plan.min_samples, plan.cap_s)
+        seconds += long * (plan.sustained_seconds + 2 * timing.CHUNK_S)
         if long:  # one to warm up, and the fastest stage with the log-sum-exp on
             seconds += min(2.0, plan.sustained_seconds) + (plan.sustained_seconds if plan.lse else 0.0)
         estimates.append(Estimate(problem=problem, implementations=len(able), sustained=long, seconds=seconds))
@@ -467,26 +456,3 @@ def _burst_s(call_s: float, samples: int, min_samples: int, cap_s: float) -> flo
     sample_s = max(call_s, 1e-3)
     each_s = sample_s + min(max(2 * sample_s, timing.MIN_GAP_S), timing.MAX_GAP_S) + 5e-4
     return max(min(samples * each_s, cap_s), min_samples * each_s)
-
-
-def _guess_us(implementation: Implementation, problem: Problem, known: Sequence[Measurement]) -> float:
-    name: str | None = implementation.id
-    while name is not None:
-        alike = [
-            (row, samples)
-            for row in reversed(known)
-            if row.name == name
-            and (row.problem.head_dim, row.problem.mask) == (problem.head_dim, problem.mask)
-            and (samples := row.samples_of())
-        ]
-        if alike:
-            row, samples = min(
-                alike,
-                key=lambda pair: (
-                    pair[0].problem.inputs != problem.inputs,
-                    abs(math.log(pair[0].problem.flops / problem.flops)),
-                ),
-            )
-            return samples.median_us * problem.flops / row.problem.flops
-        name = registry.get(name).parent if implementation.kind == "stage" else None
-    return problem.flops / _UNKNOWN_TFLOPS / 1e6
