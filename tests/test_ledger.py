@@ -641,7 +641,7 @@ def test_named_stages_alone_leave_dead_ends_their_parent(measuring: dict[str, An
 
 def test_the_log_has_every_claim_and_marks_what_changed_after_its_result() -> None:
     log = rules_log.read()
-    assert log.claims.keys() == log.verdicts_before.keys() == {claim.id for claim in ledger.read()}
+    assert log.claims.keys() == {claim.id for claim in ledger.read()}
     spread = log.claims["A17"]
     first = spread.changes[0]
     assert first.subject.startswith("Judge a spread by what 19 of 20 rows keep")
@@ -669,11 +669,6 @@ def test_a_damaged_log_says_what_makes_it(tmp_path: Path) -> None:
 
 
 def test_the_page_says_what_changed(data: Path) -> None:
-    found = ledger.verdicts(HOME, data)
-    changed = ledger.changed(found)
-    before = rules_log.read().verdicts_before
-    count = sum(before[one.id] != one.verdict for one in found)
-    assert changed.startswith(f"**This revision changed {count} of the 65 verdicts**")
     table = html.unescape(ledger.table([_one(data, "A17")]))
     assert "Its rule was changed after a result was known, and its verdict with it." in table
     assert "known." in html.unescape(ledger.table([_one(data, "A15")]))

@@ -62,7 +62,7 @@ CLAIMS = DATA / "claims.csv"
 VERDICTS = "verdicts.json"
 
 Kind = Literal["confirmed", "undecided", "inaccurate", "refuted", "not_comparable", "needs_hardware", "pending"]
-KINDS: Mapping[Kind, str] = {kind: said["meaning"] for kind, said in facts()["verdicts"].items()}
+KINDS: Mapping[Kind, str] = facts()["verdicts"]
 """Verdicts with their meanings, the least favourable last, for claims of several numbers."""
 FEW_STARTS = 3
 """Numbers from fewer starts of a machine are marked."""
@@ -603,29 +603,6 @@ def summary(verdicts: Sequence[Verdict]) -> str:
     return tables.markdown(("document", *map(words, kinds), "claims"), rows)
 
 
-def changed(verdicts: Sequence[Verdict]) -> str:
-    """A paragraph on the verdicts that this revision changed, and why."""
-    before = rules_log.read().verdicts_before
-    moved = Counter(
-        (before[verdict.id], verdict.verdict)
-        for verdict in verdicts
-        if before.get(verdict.id, verdict.verdict) != verdict.verdict
-    )
-    to = {kind: sum(count for (_, now), count in moved.items() if now == kind) for kind in KINDS}
-    parts = [
-        f"{count} became {words(kind)}, because {facts()['verdicts'][kind]['because']} "
-        f"({', '.join(f'{n} {words(old)}' for (old, now), n in sorted(moved.items()) if now == kind)} before)"
-        for kind, count in to.items()
-        if count
-    ]
-    counts = Counter(verdict.verdict for verdict in verdicts)
-    left = ", ".join(f"{counts[kind]} {words(kind)}" for kind in KINDS if counts[kind])
-    return (
-        f"**This revision changed {moved.total()} of the {len(verdicts)} verdicts**, after an audit that held each "
-        f"against the words of its document and the records: {'; '.join(parts)}. What is left: {left}."
-    )
-
-
 def standing(verdicts: Sequence[Verdict]) -> str:
     """A paragraph on rules changed after a result, and on numbers from few starts."""
     histories = rules_log.read().claims
@@ -762,10 +739,8 @@ def page(out: Output, results: Results, data: Path) -> None:
     out.text("data/rules_log.json", rules_log.LOG.read_text(encoding="utf-8"))
     if not results:
         out.snippet("ledger.md", NOTHING_YET)
-        out.snippet("ledger-changed.md", NOTHING_YET)
         return
     judged = verdicts(results.gpu, data)
-    out.snippet("ledger-changed.md", changed(judged))
 
     def record(place: str) -> str:
         file, _, line = place.rpartition(":")

@@ -21,8 +21,6 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from flashlab.core.errors import DamagedRecordError
 from flashlab.core.facts import Facts
 from flashlab.core.paths import DATA
@@ -30,8 +28,8 @@ from flashlab.experiments.evidence import facts
 from flashlab.record import provenance
 
 LOG = DATA / "rules_log.json"
-REVISED = "deba04b"
-"""The commit whose verdicts this revision changed."""
+_OURS = "deba04b"
+"""A commit of the history, which a copy with another history lacks."""
 _CLAIMS, _FACTS = "data/claims.csv", "src/flashlab/experiments/ledger.toml"
 _VERDICTS = "data/nvidia-h200/verdicts.json"
 _OLD_NAMES = {"off": "inaccurate"}
@@ -88,10 +86,7 @@ class History(Facts):
 class Log(Facts):
     """Contents of data/rules_log.json."""
 
-    revised: str = REVISED
-    verdicts_before: Mapping[str, str]
-    """By claim, at the commit `revised`."""
-    claims: Mapping[str, History] = Field(default_factory=dict)
+    claims: Mapping[str, History]
 
 
 @cache
@@ -131,7 +126,7 @@ _git = partial(provenance.git, DATA.parent)
 def whole_history() -> bool:
     """Whether this is a git checkout with the complete history."""
     try:
-        _git("cat-file", "-e", f"{REVISED}^{{commit}}")
+        _git("cat-file", "-e", f"{_OURS}^{{commit}}")
         return _git("rev-parse", "--is-shallow-repository").strip() == "false"
     except (OSError, subprocess.CalledProcessError):
         return False
@@ -218,6 +213,5 @@ def generate(at: str = "HEAD") -> Log:
                 )
                 changes.setdefault(claim, []).append(change)
     return Log(
-        verdicts_before=_verdicts_at(REVISED),
-        claims={claim: History(written=date, changes=tuple(changes.get(claim, ()))) for claim, date in written.items()},
+        claims={claim: History(written=date, changes=tuple(changes.get(claim, ()))) for claim, date in written.items()}
     )
