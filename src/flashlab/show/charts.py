@@ -1286,11 +1286,11 @@ class _Point:
     """A stage or library under a roof."""
 
     row: Measurement
-    label: str
-    """Empty if it shares the label of the mark above or below it."""
     intensity: float
     """Operations a byte."""
     tflops: float
+    label: str = ""
+    """Empty if it shares the label of the mark above or below it, or the table below names it."""
     solid: bool = True
     """False: another head dim than the first problem's; for a stage, bytes that were counted, not measured."""
 
@@ -1308,8 +1308,6 @@ class _Roof:
 
 _LABEL_POINTS = 11.5
 """Height of a label."""
-_NAMED_PROBLEMS = 8
-"""Maximum problems of a roofline whose marks have labels; for more, the table below names them."""
 _ROOF_COLOURS = ("#009e73", "#cc79a7", "#8a6fd1", "#a89f2c", "#8c6d4f")
 
 
@@ -1350,7 +1348,6 @@ def _problem_points(shown: Results, first: Problem) -> list[_Point]:
     return [
         _Point(
             row=row,
-            label=f"B{problem.batch} D{problem.head_dim}",
             intensity=problem.flops / problem.compulsory_bytes,
             tflops=rate,
             solid=problem.head_dim == first.head_dim,
@@ -1410,11 +1407,9 @@ def _draw_roofs(axes: Axes, roofs: Sequence[_Roof], left: float, right: float) -
         )
 
 
-def _label_points(
-    axes: Axes, layout: Layout, points: Sequence[_Point], *, crowded: bool, points_per_decade: float
-) -> None:
-    """Label the marks without overlap; no labels if the marks are crowded."""
-    named = [point for point in points if point.label and not crowded]
+def _label_points(axes: Axes, layout: Layout, points: Sequence[_Point], *, points_per_decade: float) -> None:
+    """Label the marks without overlap."""
+    named = [point for point in points if point.label]
     for point, shift in _spread_labels(named, points_per_decade=points_per_decade):
         # Towards the side where no other mark's label begins.
         leftwards = any(0.1 < math.log10(other.intensity / point.intensity) < 0.58 for other in points)
@@ -1463,7 +1458,6 @@ def roofline(
     if not points:
         raise NoDataError(f"wanted a stage with a time at {first.label} on {shown.gpu}, found none")
     rows = [point.row for point in points]
-    crowded = by_problem and len({row.problem for row in rows}) > _NAMED_PROBLEMS
 
     def draw(figure: Figure, layout: Layout) -> None:
         axes: Axes = figure.subplots()
@@ -1482,7 +1476,7 @@ def roofline(
         if by_problem:
             _name_lengths(axes, layout, points)
         decade = axes.get_window_extent().height / figure.dpi * 72 / math.log10(top * 1.6 / low)
-        _label_points(axes, layout, points, crowded=crowded, points_per_decade=decade)
+        _label_points(axes, layout, points, points_per_decade=decade)
         for axis in (axes.xaxis, axes.yaxis):
             _plain_log_ticks(axis, "narrow")
         axes.tick_params(axis="y", labelcolor=MUTED)
@@ -1498,23 +1492,20 @@ def roofline(
         name=f"roofline-{level}{'' if by_problem or level == 'l2' else '-measured'}",
         heights=(6.2, 7.0),
         alt=f"Roofline. Compute ceilings, TFLOP/s: {flat}. Marks, TFLOP/s: {marks}.",
-        caption=f"{_of_marks(first, points, level, by_problem, crowded)} {_of_ceilings(roofs, clock_mhz)}",
+        caption=f"{_of_marks(first, points, level, by_problem)} {_of_ceilings(roofs, clock_mhz)}",
         provenance=select.provenance(rows),
         data_files=select.run_files([*rows, *shown.ceilings.values(), *measured]),
     )
 
 
-def _of_marks(
-    first: Problem, points: Sequence[_Point], level: Literal["dram", "l2"], by_problem: bool, crowded: bool
-) -> str:
+def _of_marks(first: Problem, points: Sequence[_Point], level: Literal["dram", "l2"], by_problem: bool) -> str:
     """Caption text on the marks of a roofline."""
     if by_problem:
         stages = {point.row.name for point in points if point.row.kind == "stage"}
         which = f", {stages.pop()} at each" if len(stages) == 1 else ""
         return (
             f"The fastest stage (circles{which}) and library (diamonds) at each non-causal {first.dtype} problem, over "
-            "the bytes that must cross device memory. A column is one sequence length S"
-            f"{'' if crowded else '; labels name batch and head dim'}. "
+            "the bytes that must cross device memory. A column is one sequence length S. "
             f"Filled: head dim {first.head_dim}; hollow: other head dims."
         )
     counted = "must cross device memory" if level == "dram" else "its tiles load from L2, counted from the tile size"
