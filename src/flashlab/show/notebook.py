@@ -39,7 +39,6 @@ from flashlab.query import contests, select
 from flashlab.query.contests import AgainstPeers
 from flashlab.query.select import Results
 from flashlab.record import provenance, store
-from flashlab.record.checks import CheckRow
 from flashlab.record.schema import Measurement, PatternCounters, StageCounters, StageProfile
 from flashlab.run import gpu as gpus
 from flashlab.show import tables, trial
@@ -178,22 +177,20 @@ class Lab:
         Raises:
             OutputError: the compile cache cannot be written.
         """
-        if trial.no_compiler():
+        if trial.no_compiler() or not self.cuda_stages:
             return trial.CpuCheck()
-        options: dict[str, Any] = {"lengths": LENGTHS, "head_dims": (HEAD_DIM,), "dtypes": ("float16",)}
-        options |= {"layouts": ("contiguous",)}
-        stages = {stage_id: registry.get(stage_id) for stage_id in self.cuda_stages}
-        # First all of them, side by side, so that the seconds of a stage are those of its runs.
-        by_name, todo = registry.implementations(stages), cases.cases(stages, **options)
         with progress_bar() as progress:
-            on_cpu.build_all(by_name, todo, hooks=True, follow=progress)
-        rows: list[CheckRow] = []
-        seconds: dict[str, float] = {}
-        for stage_id in followed(stages):
-            began = time.perf_counter()
-            rows += on_cpu.check_on_cpu([stage_id], schedules=SCHEDULES, races=True, **options).rows
-            seconds[stage_id] = time.perf_counter() - began
-        return trial.CpuCheck(rows=tuple(rows), seconds=seconds)
+            rows = on_cpu.check_on_cpu(
+                self.cuda_stages,
+                lengths=LENGTHS,
+                layouts=("contiguous",),
+                dtypes=("float16",),
+                head_dims=(HEAD_DIM,),
+                schedules=SCHEDULES,
+                races=True,
+                follow=progress,
+            ).rows
+        return trial.CpuCheck(rows=rows)
 
     def check_copy(self, stage_id: str, source: Path, shape: str) -> trial.CpuCheck:
         """Check an edited copy of a stage against the oracle on this CPU over hostile shapes.
@@ -207,7 +204,6 @@ class Lab:
         if trial.no_compiler():
             return trial.CpuCheck()
         kernel, head_dim = registry.get(stage_id), Problem.parse(shape).head_dim
-        began = time.perf_counter()
         with progress_bar() as progress:
             rows = on_cpu.check_on_cpu(
                 [],
@@ -231,8 +227,7 @@ class Lab:
             f"`flashlab check --on cpu --races --source {stage_id}={shown(source)}` goes through {len(every):,} "
             "cases."
         )
-        seconds = {row.stage: time.perf_counter() - began for row in rows}
-        return trial.CpuCheck(rows=rows, seconds=seconds, left_out=left_out)
+        return trial.CpuCheck(rows=rows, left_out=left_out)
 
     def beside_emulator(self) -> str:
         """Recorded agreement of GPU and emulator on the same inputs, as a Markdown table; empty if not on record.

@@ -537,8 +537,6 @@ class CpuCheck:
     """Checks of the stages on this machine's CPU against the oracle; without rows if there is no compiler."""
 
     rows: tuple[CheckRow, ...] = ()
-    seconds: Mapping[str, float] = field(default_factory=dict)
-    """Duration of each stage's runs."""
     left_out: str = ""
     """The cases included and left out, as Markdown; may be empty."""
 
@@ -550,7 +548,8 @@ class CpuCheck:
     @property
     def outcomes(self) -> dict[str, bool]:
         """Whether all runs of a stage passed, by its id."""
-        return {stage: all(row.status == "ok" for row in self.rows if row.stage == stage) for stage in self.seconds}
+        by_stage = grouped(self.rows, lambda row: row.stage)
+        return {stage: all(row.status == "ok" for row in rows) for stage, rows in by_stage.items()}
 
     def __str__(self) -> str:
         if not self.rows:
@@ -561,7 +560,6 @@ class CpuCheck:
             Column("runs", lambda item: len(item[1])),
             Column("passed", lambda item: sum(row.status == "ok" for row in item[1])),
             Column("findings", lambda item: sum(len(row.findings) for row in item[1])),
-            Column("seconds", lambda item: self.seconds.get(item[0])),
         )
         wrong = (row for row in self.rows if row.status not in ("ok", "unsupported"))
         # Layouts mostly fail alike: only the first is shown.
