@@ -73,7 +73,7 @@ transpose_f0_e4m3(const __grid_constant__ AttentionParams p, const __grid_consta
   constexpr int ROW_PIECES = ROW_BYTES / 16;
   constexpr int PADDED = ROW_BYTES + 4;   // the bytes of a column lie in different banks
   constexpr unsigned ONE = 0x38;          // 1.0 in e4m3
-  __shared__ unsigned char rows_smem[STEP * PADDED];
+  __shared__ __align__(16) unsigned char rows_smem[STEP * PADDED];
   static_assert(STEP * ROW_PIECES == TRANSPOSE_THREADS, "each thread must read 16 bytes once");
   const int batch = blockIdx.z, head = blockIdx.y;
   const auto* V_gmem = static_cast<const unsigned char*>(fp8.V.data) + batch * fp8.V.batch_stride + head * fp8.V.head_stride;
@@ -239,8 +239,8 @@ struct Earlier {
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) O_reg[HEAD_DIM / 2 + 2 * h] += of_rows[2 * h];
   }
-  // The flush: moves O into these sums.
-  __device__ __forceinline__ void next_work_tile(float (&O_reg)[O_COLUMNS / 2], int lane) {
+  // Moves O into these sums.
+  __device__ __forceinline__ void flush(float (&O_reg)[O_COLUMNS / 2], int lane) {
     if (any) {
       add_to(O_reg, lane);
     } else {
@@ -572,7 +572,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       ptx::wgmma_pin(O_reg);
       release(&smem.V_empty[kv.previous().stage]);
       exponentials<BEFORE_PV, NUM_SCORES, false>(S_reg, rows.max, scale_log2, sums);
-      if (FLUSH_TILES > 0 && tile % max(1, FLUSH_TILES) == 0) earlier.next_work_tile(O_reg, lane);
+      if (FLUSH_TILES > 0 && tile % max(1, FLUSH_TILES) == 0) earlier.flush(O_reg, lane);
       finish_tile(sums, tile, {});
       kv = after;
     }
