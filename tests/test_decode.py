@@ -538,6 +538,21 @@ def test_a_sessions_rows_come_from_the_run_that_tried_most_of_what_is_shown(tmp_
     assert found["d2_early_launch[SPLITS=4]"] == runs[1]
 
 
+def test_a_session_of_a_stage_that_runs_only_where_named_hides_none_of_the_last_that_is_chosen(tmp_path: Path) -> None:
+    problem = Problem.parse("2x32x8x1x8192x128")
+    folder = tmp_path / "nvidia-h200" / "runs"
+    folder.mkdir(parents=True)
+    runs = ("20260102T030405Z-0123abc", "20260103T040405Z-0456def")
+    assert DECODE["d22_gap_prefetch"].by_name_only
+    for run, timed in zip(runs, (("d19_batched_polls", "sdpa"), ("d22_gap_prefetch", "flashinfer")), strict=True):
+        for name in timed:
+            row = measurement("08_swizzle" if name[0] == "d" else name, problem, run=run)
+            store.append(folder / f"{run}.jsonl", row.model_copy(update={"name": name}))
+    store.write_checksums("nvidia-h200", tmp_path)
+    found = select.off_ladder("nvidia-h200", tmp_path, DECODE, select.DECODING)
+    assert [row.name for row in found[problem]] == ["d19_batched_polls", "sdpa"]
+
+
 def test_a_page_shows_libraries_and_variants_of_one_session(tmp_path: Path) -> None:
     problem = Problem.parse("4x32x8x1x8192x128")
     folder = tmp_path / "nvidia-h200" / "runs"

@@ -94,7 +94,9 @@ class Policy:
 SHOWN = Policy()
 LADDER = Policy(within="run", off_ladder="with", features=True)
 OFF_LADDER = Policy(within="run", covers=_OFF_LADDER, off_ladder="only")
-DECODING = Policy(covers=tuple(registry.DECODE), off_ladder="only", fill=False)
+_CHOSEN_LAST = sorted(registry.DECODE, key=lambda name: not registry.DECODE[name].by_name_only)
+"""Decoding stages; a session need not have timed a stage that runs only where it is named."""
+DECODING = Policy(covers=tuple(_CHOSEN_LAST), off_ladder="only", fill=False)
 
 
 def of_stage(stage: registry.Stage) -> Policy:
