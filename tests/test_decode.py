@@ -576,6 +576,8 @@ def test_a_page_shows_libraries_and_variants_of_one_session(tmp_path: Path) -> N
     assert library is not None
     ratio = tables.number(library.median_us / ours.median_us)
     assert re.search(rf"\| B4 H32/8 Sk8192 D128 fp16 \| ×{ratio} \| \S+ \| \S+ \| `d0_split_kv` \|", text)
+    pages.decode_page(pages.Output(root=tmp_path), {problem: [row for row in found[problem] if row.name != "sdpa"]})
+    assert "Not on record" in (tmp_path / "snippets" / "decode.md").read_text(encoding="utf-8")
 
 
 def test_a_page_begins_with_the_gain_over_the_parent_where_a_number_was_predicted() -> None:
