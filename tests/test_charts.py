@@ -224,7 +224,8 @@ def test_a_library_without_the_type_stands_beside_in_another_and_counts_for_no_p
     assert best.name != "sdpa_cudnn"
     assert "Hollow" not in alone.caption
     assert "it does not take float16" in chart.caption
-    assert f"{rate} TFLOP/s" in chart.caption
+    said = rf"Its {rate} TFLOP/s are (more than any|no more than the best) library's in float16 there"
+    assert re.search(said, chart.caption), "a stage may be faster"
     assert "fastest library in float16" in chart.caption
     for layout in LAYOUTS:
         assert "cuDNN (SDPA) (bfloat16)" in _text(chart.svg[layout])

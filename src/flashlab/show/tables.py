@@ -318,7 +318,7 @@ def beside_note(rows: Sequence[Measurement], beside: Iterable[Measurement]) -> s
     return " ".join(
         f"{title_of(row.name)} is listed in {row.problem.dtype}, at the same shape in the same session: "
         f"{lacks(row.name, dtype)}. Its {number(rate)} TFLOP/s are "
-        f"{'faster than any' if rate > best else 'no faster than the best'} in {dtype} there. "
+        f"{'more than any' if rate > best else 'no more than the best'} library's in {dtype} there. "
         "Percentages compare only rows of the same element type."
         for row in beside
         if (rate := select.rate(row))
