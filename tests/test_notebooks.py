@@ -217,6 +217,9 @@ def test_links_lead_somewhere_in_jupyterlab(name: str) -> None:
             for link in re.findall(r"\]\(([^)#]+)", cell.source):
                 if not link.startswith("https://"):
                     assert (NOTEBOOKS / link).is_file(), link
+        else:
+            for folder in re.findall(r'pages="(.+?)"', cell.source):
+                assert (NOTEBOOKS / folder).is_dir(), folder
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -380,6 +383,8 @@ def test_settings_resolve(data: Path, tmp_path: Path) -> None:
     lab = settings(source="replay", data=data, out=tmp_path, stages="05_wmma, 00_naive")
     assert lab.stages == ("00_naive", "05_wmma")
     assert lab.gpu == "nvidia-h200"
+    assert str(lab).endswith("nvidia-h200; 2 stages"), "a suite is measured, not shown"
+    assert str(replace(lab, source="measure", stages=lab.stages[:1])).endswith("; 1 stage, suite standard")
     assert {row.name for row in lab.rows() if row.kind == "stage"} == {"00_naive", "05_wmma"}
     assert any(row.kind == "peer" for row in lab.rows())
 

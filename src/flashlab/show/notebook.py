@@ -331,8 +331,10 @@ class Lab:
 
     def __str__(self) -> str:
         kinds = "" if self.inputs == (NORMAL,) else f", inputs {', '.join(self.inputs)}"
-        where = "measuring on this machine's GPU" if self.source == "measure" else "showing what is recorded in data/"
-        return f"{where}: {self.gpu or 'no GPU yet'}; {len(self.stages)} stages, suite {self.suite}{kinds}"
+        stages = f"{len(self.stages)} stage{'s' * (len(self.stages) != 1)}"
+        if self.source == "replay":
+            return f"showing what is recorded in data/: {self.gpu or 'no GPU yet'}; {stages}{kinds}"
+        return f"measuring on this machine's GPU: {self.gpu}; {stages}, suite {self.suite}{kinds}"
 
 
 def settings(
