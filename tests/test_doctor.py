@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
+import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -80,6 +83,31 @@ def test_an_unwritable_cache_is_broken(tmp_path: Path, monkeypatch: pytest.Monke
     assert found.state == "broken"
     assert str(read_only_dir) in found.detail
     assert "FLASHLAB_CACHE" in found.fix
+
+
+def test_a_full_cache_is_no_missing_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gxx = tmp_path / "bin" / "g++"
+    gxx.parent.mkdir()
+    gxx.write_text(
+        f"""#!/bin/sh
+case " $* " in *" -c "*) echo "a.s: Fatal error: can't write a.o: 'No space left on device'" >&2; exit 1 ;; esac
+exec {shutil.which("g++")} "$@"
+""",
+        encoding="utf-8",
+    )
+    gxx.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{gxx.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path / "cache"))
+
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(compiler, "_read_elf", full)  # as writing the cubin does
+    found = by_name(tmp_path)
+    for name in ("compiler", "cpu"):
+        assert found[name].state == "broken"
+        assert "No space left on device" in found[name].detail
+        assert found[name].fix.startswith("export FLASHLAB_CACHE=")
 
 
 def test_missing_programs_come_with_their_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

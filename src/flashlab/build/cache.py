@@ -112,19 +112,22 @@ def _trim() -> None:
 
 def _make(folder: Path, files: Sequence[str], make: Callable[[Path], Mapping[str, Any]]) -> dict[str, Any]:
     """Fill a folder and rename it to the entry; on failure, nothing is left behind."""
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=_NEW) as temporary:
-        work = Path(temporary) / "entry"
-        work.mkdir()
-        facts = dict(make(work))
-        content = {"facts": facts, "digests": {name: digest((work / name).read_bytes()) for name in files}}
-        body = json.dumps(content).encode()
-        try:
+    try:
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=_NEW) as temporary:
+            work = Path(temporary) / "entry"
+            work.mkdir()
+            facts = dict(make(work))
+            content = {"facts": facts, "digests": {name: digest((work / name).read_bytes()) for name in files}}
+            body = json.dumps(content).encode()
             (work / _FACTS).write_bytes(digest(body).encode() + b"\n" + body)
             if folder.exists():  # damaged; a program that still runs from it keeps its file
                 folder.rename(Path(temporary) / "damaged")
             work.rename(folder)
-        except OSError as error:
-            raise OutputError(f"wanted to write {folder} into the compile cache: {error.strerror or error}") from error
+    except OSError as error:
+        raise OutputError(
+            f"wanted to write {folder} into the compile cache, got: {error.strerror or error}. "
+            "The environment variable FLASHLAB_CACHE names another"
+        ) from error
     return facts
 
 

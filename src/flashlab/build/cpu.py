@@ -6,6 +6,7 @@ compiler.py. Built with hooks, it calls the emulation's detector at every load a
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -366,7 +367,7 @@ def _precompiled(request: _Request) -> tuple[str, ...]:
 
 
 def _compile(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    done = subprocess.run(
         command,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -374,6 +375,9 @@ def _compile(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         errors="replace",
         env={**environment(), "LC_ALL": "C"},  # messages that can be read back
     )
+    if done.returncode and (full := re.search(r".*No space left on device.*", done.stderr)):
+        raise OSError(errno.ENOSPC, full[0])
+    return done
 
 
 # --- what the C++ compiler said ---

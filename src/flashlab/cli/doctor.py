@@ -23,12 +23,13 @@ import typer
 from flashlab.cli import options as opt
 from flashlab.cli.output import answer, as_json, say
 from flashlab.core.arithmetic import several
-from flashlab.core.errors import CompileError, DamagedRecordError, FlashlabError, MissingError, NoDataError
+from flashlab.core.errors import CompileError, DamagedRecordError, FlashlabError, MissingError, NoDataError, OutputError
 from flashlab.core.paths import BUILD, DATA, INSTALLED, ROOT, cache_dir, writable_dir
 
 State = Literal["ok", "absent", "broken"]
 """absent: an optional component is missing, `detail` names the consequence. broken: a required one does not work."""
 OLDEST_PYTHON = (3, 11)
+_OTHER_CACHE = "export FLASHLAB_CACHE=/path/to/a/writable/folder"
 CHROMIUM_NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 
 
@@ -59,13 +60,17 @@ def _pip(extra: str = "") -> str:
     return shlex.join([sys.executable, "-m", "pip", "install", *where])
 
 
-def _look(name: str, look: Callable[[], str], *, fix: str = "", lost: str = "") -> Finding:
-    """Finding with the result of `look`, or with its error message and `fix`.
+def _look(
+    name: str, look: Callable[[], str], *, fix: str = "", lost: str = "", unwritable: str = _OTHER_CACHE
+) -> Finding:
+    """Finding with the result of `look`, or with its error message and `fix`, or `unwritable` for an `OutputError`.
 
     A `MissingError` counts as absent if `lost` names what does not work without it; any other error as broken.
     """
     try:
         return Finding(name, "ok", look())
+    except OutputError as error:
+        return Finding(name, "broken", str(error), unwritable)
     except FlashlabError as error:
         if lost and isinstance(error, MissingError):
             return Finding(name, "absent", f"{lost}: {error}", fix)
@@ -157,10 +162,10 @@ def _programs() -> Iterator[Finding]:
 
 def _folders() -> Iterator[Finding]:
     for name, folder, fix in (
-        ("cache", cache_dir(), "export FLASHLAB_CACHE=/path/to/a/writable/folder"),
+        ("cache", cache_dir(), _OTHER_CACHE),
         ("build", BUILD, f"sudo chown -R {os.geteuid()} {shlex.quote(str(ROOT))}"),
     ):
-        yield _look(name, partial(_writable, folder, name), fix=fix)
+        yield _look(name, partial(_writable, folder, name), unwritable=fix)
 
 
 def _writable(folder: Path, name: str) -> str:
