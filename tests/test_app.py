@@ -864,6 +864,26 @@ def test_report_says_where_it_is(run: Run, tmp_path: Path, monkeypatch: pytest.M
     assert run("report", "--out", tmp_path, "--json").json == {"index": str(index)}
 
 
+def test_a_second_report_into_a_folder_is_refused_while_the_first_runs(
+    run: Run, tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again = ("report", "--source", "replay", "--data", data, "--out", tmp_path)
+    results: list[Any] = []
+
+    def build(**options: object) -> Path:
+        results.append(None)
+        if len(results) == 1:
+            results.append(run(*again))
+        return tmp_path / "site" / "index.html"
+
+    monkeypatch.setattr(site, "run", build)
+    assert run(*again).code == 0
+    refused = results[1]
+    assert (refused.code, refused.out) == (1, "")
+    assert f"wanted {tmp_path} for this report alone, got another's: process {os.getpid()} runs it" in refused.err
+    assert run(*again).code == 0
+
+
 def test_a_report_says_what_it_would_do_and_does_nothing(run: Run, tmp_path: Path, data: Path) -> None:
     said = run("report", "--dry-run", "--source", "replay", "--out", tmp_path / "out", "--data", data, "--json")
     assert {row["notebook"] for row in said.json} == set(PAGE_OF)

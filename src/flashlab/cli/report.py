@@ -12,7 +12,7 @@ import typer
 from flashlab.cli import options as opt
 from flashlab.cli.output import answer, as_json, live, say
 from flashlab.core.errors import NoGpuError, ReportError
-from flashlab.core.paths import BUILD, DATA, require_checkout
+from flashlab.core.paths import BUILD, DATA, require_checkout, writable_dir
 
 Plan = Sequence[Mapping[str, Any]]
 """The result of `sweep.planned`."""
@@ -47,6 +47,7 @@ def report(
     The sets `quick` and `full` of notebooks/cells.toml list the measurements. An interrupted report resumes.
     """
     from flashlab.show import site
+    from flashlab.show.sweep import alone
 
     require_checkout("its notebooks and pages")
     chosen = ",".join(opt.stages_in(stages) or ())
@@ -56,8 +57,15 @@ def report(
         answer(planned, COLUMNS)
         say(f"{_needed(planned)}\nnothing was run")
         return
-    say(_needed(planned))
-    with live() as follow:
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(alone(writable_dir(out, "the report") / "report.lock"))
+        except BlockingIOError as error:
+            raise ReportError(
+                f"wanted {out} for this report alone, got another's: {error}. Another folder works: --out FOLDER"
+            ) from error
+        say(_needed(planned))
+        follow = stack.enter_context(live())
         index = site.run(
             source=source, gpu=gpu, stages=chosen, full=full, timeout_s=timeout, say=say, live=follow, **where
         )

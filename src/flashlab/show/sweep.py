@@ -331,7 +331,7 @@ def state(cell: Cell, folder: Path, data: Path = DATA) -> State:
     """
     name = cell.notebook.stem
     try:
-        with _alone(cell, folder, make=False):
+        with alone(folder / f"{name}.lock", make=False):
             pass
     except BlockingIOError as error:
         return State(state="running", why=_progress(folder)[0] or str(error))
@@ -358,13 +358,12 @@ def state(cell: Cell, folder: Path, data: Path = DATA) -> State:
 
 
 @contextlib.contextmanager
-def _alone(cell: Cell, folder: Path, *, make: bool = True) -> Iterator[int]:
-    """Lock a cell for this process and its children; the lock is released when the last of them ends.
+def alone(path: Path, *, make: bool = True) -> Iterator[int]:
+    """Lock a file for this process and the children it is passed to, released when the last of them ends.
 
     Raises:
         BlockingIOError: another process holds it.
     """
-    path = folder / f"{cell.notebook.stem}.lock"
     if not make and not path.is_file():
         yield -1
         return
@@ -407,7 +406,7 @@ def run_cell(
     given = cell.parameters | {key: value for key, value in (("gpu", cell.gpu), ("data", str(data))) if key in known}
     try:
         before = state(cell, folder, data)
-        with _alone(cell, folder) as lock:
+        with alone(folder / f"{name}.lock") as lock:
             if before.state == "done" and not fresh:
                 return before
             began, clock = datetime.now(UTC), time.monotonic()
