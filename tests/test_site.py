@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import csv
 import dataclasses
+import errno
 import gzip
 import hashlib
 import lzma
+import os
 import re
 import shutil
 from pathlib import Path
@@ -56,6 +58,16 @@ def test_a_report_writes_nothing_outside_its_own_folder(tmp_path: Path, monkeypa
     for folder in folders:
         assert (folder / "index.md").read_bytes() == (SITE / "index.md").read_bytes()
         assert (folder / "generated" / "nav.json").is_file()
+
+
+def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: str, target: str, **_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), source, None, target)
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    with pytest.raises(OutputError, match="No space left on device") as caught:
+        site.write_pages(tmp_path, data=tmp_path / "data")
+    assert str(caught.value).count("No space left") == 1
 
 
 def test_every_stage_has_one_page_with_every_section() -> None:

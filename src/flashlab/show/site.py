@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from flashlab.core.errors import ReportError
+from flashlab.core.errors import OutputError, ReportError
 from flashlab.core.paths import BUILD, DATA, NOTEBOOKS, ROOT, SITE, writable_dir
 from flashlab.kernels import registry
 from flashlab.record import store, upload
@@ -53,7 +53,10 @@ def write_pages(
     """
     folder = writable_dir(out, "the pages") / "pages"
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(SITE, folder, ignore=shutil.ignore_patterns("generated"))
+    try:
+        shutil.copytree(SITE, folder, ignore=shutil.ignore_patterns("generated"))
+    except shutil.Error as error:  # all that were not copied: one says why
+        raise OutputError(f"wanted to copy {SITE} to {folder}, got: {error.args[0][0][2]}") from error
     pages.generate(folder / "generated", data, executed=executed, gpu=gpu, failed=failed)
     return folder
 
