@@ -194,6 +194,16 @@ def test_a_sweep_that_is_ended_mid_cell_goes_on(how: signal.Signals, make: Make,
     assert store.verify(fake_cell.SLUG, tmp_path / "data") == ()
 
 
+def test_ctrl_c_waits_for_no_cell_that_has_not_begun(make: Make, tmp_path: Path) -> None:
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        sweep.run(make("", ""), tmp_path / "sweep", tmp_path / "data", available=THERE, live=interrupt)
+    assert time.monotonic() - began < 8
+
+
 def test_two_sweeps_on_one_folder_share_its_cells(make: Make, tmp_path: Path) -> None:
     cells = make("", pause="0.5")
     first, second = start(tmp_path), start(tmp_path)

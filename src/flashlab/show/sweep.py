@@ -552,7 +552,7 @@ def run(
             for process in set(_running):
                 _kill(process)
             jobs.shutdown(cancel_futures=True)
-            futures.wait(pending, timeout=10)
+            futures.wait([job for job in pending if not job.cancelled()], timeout=10)
             raise
         jobs.shutdown()
     return ended
