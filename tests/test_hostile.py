@@ -103,6 +103,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_text(json.dumps({HOSTILE: HOSTILE}), encoding="utf-8")
     (folder / "runs" / "[x](javascript:window.hacked=1).jsonl").write_text("", encoding="utf-8")
     (folder / "page.html").write_text(HOSTILE, encoding="utf-8")
+    (folder / "figures").mkdir()
+    (folder / "figures" / "ladder.svg").write_text("<svg><script>window.hacked=1</script></svg>", encoding="utf-8")
     (folder / "runs" / "20260104T030405Z-0123abc.jsonl").symlink_to("/etc/hostname")
     (data / '"><img src=x onerror=window.hacked=1>' / "runs").mkdir(parents=True)
     (folder / "CHECKSUMS").unlink()

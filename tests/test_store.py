@@ -659,7 +659,7 @@ CHECKED = ("checks", "random", "flash-attention")
     "name",
     [
         *(f"{folder}/x.jsonl" for folder in dict.fromkeys((*store.FOLDERS.values(), *CHECKED))),
-        *("tuned.json", "verdicts.json", "machine.json", "withdrawn.json", "notes/x.txt"),
+        *("tuned.json", "verdicts.json", "machine.json", "withdrawn.json", "figures/ladder.svg", "notes/x.txt"),
     ],
 )
 def test_garbage_of_any_kind_is_damage(data: Path, name: str) -> None:
@@ -797,6 +797,12 @@ def _odd_name(folder: Path) -> None:
     (folder / "runs" / "[x](javascript:alert(1)).jsonl").write_text("", encoding="utf-8")
 
 
+def _live_drawing(folder: Path) -> None:
+    (folder / "figures").mkdir()
+    drawing = '<svg xmlns="http://www.w3.org/2000/svg"><script>alert(1)</script></svg>'
+    (folder / "figures" / "ladder.svg").write_text(drawing, encoding="utf-8")
+
+
 def _of_another_machine(folder: Path) -> None:
     text = (folder / "machine.json").read_text(encoding="utf-8").replace(SLUG, "other-gpu")
     (folder / "machine.json").write_text(text, encoding="utf-8")
@@ -826,6 +832,7 @@ def test_what_multiplies_fp8_may_pass_the_peak_of_16_bits(data: Path, name: str,
         (_of_another_gpu, f"runs/{EARLY}.jsonl:3", "gpu: of other-gpu"),
         (_many_samples, f"runs/{EARLY}.jsonl:3", "stage.samples.0.time_us: wanted at most"),
         (_odd_name, "runs/[x](javascript:alert(1)).jsonl", "not named by a run's id"),
+        (_live_drawing, "figures/ladder.svg", "a drawing whose <script> runs or loads something"),
         (_of_another_machine, "machine.json", "of other-gpu"),
     ],
 )

@@ -44,6 +44,7 @@ from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from xml.etree import ElementTree
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
@@ -516,14 +517,16 @@ def _damage_within(name: str, path: Path, content: tuple[int, ...]) -> tuple[Dam
             return (*damage, *(Damage(path, line.number, reason) for line, reason in reasons if reason))
         elif kind in _CHECKS and path.suffix == ".jsonl":
             checks.read_lines(path)
-        elif (kind, path.suffix) != ("figures", ".svg"):
+        elif kind == "figures" and path.suffix == ".svg":
+            return _damage_of_drawing(path)
+        else:
             return (Damage(path, None, "of no known kind"),)
     except ValidationError as error:
         return (Damage(path, None, registry.reason(error.errors()[0])),)
     except DamagedRecordError as error:
         number, _, reason = str(error).removeprefix(f"{path}:").partition(": ")
         return (Damage(path, int(number), reason),)
-    except UnicodeDecodeError as error:
+    except (ElementTree.ParseError, UnicodeDecodeError) as error:
         return (Damage(path, None, str(error)),)
     return ()
 
@@ -533,6 +536,17 @@ def _foreign(line: Line) -> str:
     gpu = getattr(line.record, "gpu", None)
     here = line.path.parents[1].name
     return f"gpu: of {gpu.slug}" if isinstance(gpu, schema.Gpu) and gpu.slug != here else ""
+
+
+def _damage_of_drawing(path: Path) -> tuple[Damage, ...]:
+    """Active or external content in an SVG."""
+    for element in ElementTree.parse(path).iter():
+        tag = element.tag.rpartition("}")[2].lower()
+        values = [(name.rpartition("}")[2].lower(), value.strip()) for name, value in element.attrib.items()]
+        loads = any(name == "href" and not value.startswith(("#", "data:image/png")) for name, value in values)
+        if tag in ("script", "foreignobject") or loads or any(name.startswith("on") for name, _ in values):
+            return (Damage(path, None, f"a drawing whose <{tag}> runs or loads something"),)
+    return ()
 
 
 _FEW = 5
