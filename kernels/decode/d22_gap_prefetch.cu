@@ -349,8 +349,8 @@ attention_d22_gap_prefetch(const __grid_constant__ AttentionParams p) {
     ptx::cp_async_commit_group();
   }
 
-  // The L2 cache prefetches the steps after those, for which the ring has no buffer yet: otherwise the memory would idle between the
-  // arrival of the first keys and the first of the copies issued then. Row by row, or all rows of a step if they are contiguous.
+  // The L2 cache prefetches the steps after those, for which the ring has no buffer yet, to keep the memory busy until the copies that are
+  // issued when the first keys arrive. Row by row, or all rows of a step at once if they are contiguous.
   if constexpr (ALIGNED && PREFETCH_STEPS > 0) {
     const auto prefetch = [&](const TensorView& tensor, int key, int num_rows) {
       const element* source = head_of(tensor, fetch_tile.batch, fetch_tile.kv_head) + static_cast<long long>(key) * tensor.row_stride;

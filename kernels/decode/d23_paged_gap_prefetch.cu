@@ -512,8 +512,8 @@ attention_d23_paged_gap_prefetch(const __grid_constant__ AttentionParams p, cons
     ptx::cp_async_commit_group();
   }
 
-  // The L2 cache prefetches the steps after those, for which the ring has no buffer yet: otherwise the memory would idle between the
-  // arrival of the first keys and the first of the copies issued then. Row by row, or all rows of a page if they are contiguous.
+  // The L2 cache prefetches the steps after those, for which the ring has no buffer yet, to keep the memory busy until the copies that are
+  // issued when the first keys arrive. Row by row, or all rows of a page at once if they are contiguous.
   if constexpr (ALIGNED && PREFETCH_STEPS > 0) {
     constexpr int FIRST = PIPELINE_STAGES - 1;   // number of steps copied so far; the pages of the first BATCH_STEPS are looked up
     const int prefetch_end = FIRST + min(min(PREFETCH_STEPS, BATCH_STEPS - FIRST), warp_steps / PREFETCH_SHARE);

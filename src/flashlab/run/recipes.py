@@ -177,7 +177,7 @@ class Recipe:
         now = time.monotonic()
         if now < self._seen + trusted_s:
             return True
-        current = self.code.is_current() and self.tables in (None, choice.stamps())
+        current = self.code.is_current() and (self.tables is None or self.tables == choice.stamps())
         if current:
             self._seen = now
         return current
