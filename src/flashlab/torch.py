@@ -47,33 +47,31 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q")
 _PACK = f"{', '.join(_PACKED)}, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them"
 
 
-_OPTIONS = ("causal", "scale", "stage", "window", "softcap")
-"""Options of every operator, in order, after its inputs."""
-
-
 def _plain(q: Any, k: Any, v: Any) -> bool:
     """Return whether the tensors hold data and nothing in the dispatcher (functorch, fake tensors, modes) is active."""
     plain = type(q) is type(k) is type(v) is torch.Tensor and not q.is_meta
     return plain and not torch._C._len_torch_dispatch_stack() and torch._C._functorch.peek_interpreter_stack() is None
 
 
-def _define(
-    name: str, call: Callable[..., Any], inputs: str, *, causal: bool, dims: str, return_lse: bool
-) -> Callable[..., Any]:
-    """Register an operator that calls `call` with its `inputs`, given as a schema, and the options; return its kernel.
+def _out(q: Any) -> Any:
+    """An empty output with the memory layout of q, because projections in models expect the heads of a token to be
+    adjacent. None for a contiguous q, and for one whose last dimension is not, which is refused."""
+    return None if q.is_contiguous() or q.stride(-1) != 1 else torch.empty_like(q)
 
-    The output has the memory layout of q, the first input, because projections in models expect the heads of a token to
-    be adjacent. While tracing, the first three inputs are validated; `dims` names their dimensions.
+
+def _define(name: str, call: Callable[..., Any], inputs: str, *, causal: bool, dims: str, return_lse: bool) -> None:
+    """Register an operator that calls `call` with its `inputs`, given as a schema, and the options.
+
+    While tracing, the first three inputs are validated; `dims` names their dimensions.
     """
     names = [parameter.split()[-1] for parameter in inputs.split(", ")]
+    count, defaults = len(names), (causal, None, None, None, 0.0)
 
     def forward(*args: Any) -> Any:
-        how = dict(zip(_OPTIONS, args[len(names) :], strict=False))
-        if how.get("window") is not None:
-            how["window"] = tuple(how["window"])
-        if not args[0].is_contiguous() and args[0].stride(-1) == 1:  # `call` refuses other strides
-            how["out"] = torch.empty_like(args[0])
-        return call(*args[: len(names)], **how)
+        masked, scale, stage, window, softcap = args[count:] + defaults[len(args) - count :]  # torch drops defaults
+        bounds = None if window is None else tuple(window)
+        how = {"causal": masked, "scale": scale, "stage": stage, "window": bounds, "softcap": softcap}
+        return call(*args[:count], **how, out=_out(args[0]))
 
     def autograd(*args: Any) -> Any:
         # Only here do the wrappers of torch.func still require a gradient. Plain tensors skip the second pass through
@@ -105,7 +103,6 @@ def _define(
         _library.impl(name, forward, key)
     _library.impl(name, autograd, "Autograd")
     torch.library.register_fake(f"{NAME}::{name}", fake, lib=_library)
-    return forward
 
 
 def _varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, **how: Any) -> Any:
@@ -116,8 +113,8 @@ def _varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_se
 # Not `torch.library.custom_op`, whose Python overhead exceeds the rest of a call.
 _library = torch.library.Library(NAME, "DEF")
 _PADDED, _INPUTS = "(batch, heads, length, head_dim)", "Tensor q, Tensor k, Tensor v"
-_attention = _define("attention", run.attention, _INPUTS, causal=False, dims=_PADDED, return_lse=False)
-_attention_lse = _define(
+_define("attention", run.attention, _INPUTS, causal=False, dims=_PADDED, return_lse=False)
+_define(
     "attention_lse",
     functools.partial(run.attention, return_lse=True),
     _INPUTS,
@@ -176,6 +173,12 @@ def attention(
             that occur while tracing.
         FlashlabError: as `flashlab.attention` does.
     """
+    # A call that nothing in torch observes skips the dispatcher, which costs the host microseconds.
+    observed = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    observed = observed or torch._C._autograd._profiler_enabled() or torch._C._len_torch_function_stack()
+    if not observed and _plain(q, k, v):
+        masks: Any = {"causal": causal, "window": window, "softcap": softcap}
+        return run.attention(q, k, v, **masks, scale=scale, stage=stage, out=_out(q), return_lse=return_lse)
     check_flags(causal=causal, return_lse=return_lse)
     for name, array in (("q", q), ("k", k), ("v", v)):
         if not isinstance(array, torch.Tensor):
@@ -189,11 +192,6 @@ def attention(
     if stage is not None and type(stage) is not str:
         registry.get(stage)
     call = (q, k, v, causal, scale, stage, None if window is None else window_of(window), softcap)
-    # A call that nothing in torch observes skips the dispatcher, which costs the host microseconds.
-    observed = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-    observed = observed or torch._C._autograd._profiler_enabled() or torch._C._len_torch_function_stack()
-    if not observed and _plain(q, k, v):
-        return (_attention_lse if return_lse else _attention)(*call)
     operator = torch.ops.flashlab.attention_lse if return_lse else torch.ops.flashlab.attention
     return operator.default(*call)
 

@@ -210,7 +210,7 @@ class Records:
             limits = (row for row in self.rows("runs") if isinstance(row, Ceiling))
             return by_start(limits, lambda row: row.name, group, "flashlab bench --suite smoke")
         if entry.quantity == "call_time":
-            calls = (row for row in self.rows("calls") if row.problem == entry.problem)
+            calls = (row for row in self.rows("calls") if row.problem == entry.problem and row.waits)
             return by_start(calls, lambda row: row.name, group, "flashlab claims --measure")
         names = [
             self.fastest(entry.problem, name.partition(":")[2]).name if name.startswith(FASTEST) else name

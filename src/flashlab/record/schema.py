@@ -528,14 +528,16 @@ class ChipReading(Base):
 
 
 class Call(Base):
-    """Wall time of single calls, from the host's call to the end of its kernel, including launch and wait."""
+    """Host time of calls, including launch; see experiments/enqueue.py and ledger.py."""
 
     kind: Literal["call"] = "call"
     name: Label
-    """A peer's name."""
+    """A peer's name, or the name of a function or operator of flashlab."""
     problem: RecordedProblem
     time_us: Times = Field(min_length=1)
-    """Host time of one call, microseconds, one entry per call."""
+    """Microseconds of one call: one entry per call, or per run of calls if `waits` is False."""
+    waits: bool = True
+    """Whether the host waits for the end of each call's kernel; else it only enqueues calls, one after the other."""
 
 
 class Sanitized(Base):

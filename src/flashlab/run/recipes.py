@@ -301,7 +301,7 @@ def lookup(
             if not address:  # torch has zero tensors without memory
                 return None, [], None
             addresses.append(address)
-            key = (key, x.shape, x.stride(), x.dtype, x.device, address % ROW_ALIGNMENT_BYTES)
+            key = (key, x.shape, x.stride(), x.dtype, x.get_device(), address % ROW_ALIGNMENT_BYTES)
         recipe = by_layout.get(key)
     except (AttributeError, RuntimeError, TypeError):  # no strides, no memory, or unhashable: the caller refuses it
         return None, [], None
