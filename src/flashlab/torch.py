@@ -47,6 +47,10 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q")
 _PACK = f"{', '.join(_PACKED)}, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them"
 
 
+_OPTIONS = ("causal", "scale", "stage", "window", "softcap")
+"""Options of every operator, in order, after its inputs."""
+
+
 def _plain(q: Any, k: Any, v: Any) -> bool:
     """Return whether the tensors hold data and nothing in the dispatcher (functorch, fake tensors, modes) is active."""
     plain = type(q) is type(k) is type(v) is torch.Tensor and not q.is_meta
@@ -65,13 +69,12 @@ def _define(name: str, call: Callable[..., Any], inputs: str, *, causal: bool, d
     While tracing, the first three inputs are validated; `dims` names their dimensions.
     """
     names = [parameter.split()[-1] for parameter in inputs.split(", ")]
-    count, defaults = len(names), (causal, None, None, None, 0.0)
 
     def forward(*args: Any) -> Any:
-        masked, scale, stage, window, softcap = args[count:] + defaults[len(args) - count :]  # torch drops defaults
-        bounds = None if window is None else tuple(window)
-        how = {"causal": masked, "scale": scale, "stage": stage, "window": bounds, "softcap": softcap}
-        return call(*args[:count], **how, out=_out(args[0]))
+        how = dict(zip(_OPTIONS, args[len(names) :], strict=False))  # torch leaves out options that have their default
+        if how.get("window") is not None:
+            how["window"] = tuple(how["window"])
+        return call(*args[: len(names)], **how, out=_out(args[0]))
 
     def autograd(*args: Any) -> Any:
         # Only here do the wrappers of torch.func still require a gradient. Plain tensors skip the second pass through
@@ -177,8 +180,18 @@ def attention(
     observed = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     observed = observed or torch._C._autograd._profiler_enabled() or torch._C._len_torch_function_stack()
     if not observed and _plain(q, k, v):
-        masks: Any = {"causal": causal, "window": window, "softcap": softcap}
-        return run.attention(q, k, v, **masks, scale=scale, stage=stage, out=_out(q), return_lse=return_lse)
+        return run.attention(  # options by name: a dict of them costs a microsecond
+            q,
+            k,
+            v,
+            causal=causal,
+            window=window,
+            softcap=softcap,
+            scale=scale,
+            stage=stage,
+            out=_out(q),
+            return_lse=return_lse,
+        )
     check_flags(causal=causal, return_lse=return_lse)
     for name, array in (("q", q), ("k", k), ("v", v)):
         if not isinstance(array, torch.Tensor):
