@@ -159,9 +159,11 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       ptx::wgmma_pin(S_reg);
       release(&smem.K_empty[kv.stage]);
       const KvPlace after = kv.next();
-      K_ready = ptx::mbarrier_test_wait_parity(&smem.K_full[after.stage], after.parity);
       V_ready = ptx::mbarrier_test_wait_parity(&smem.V_full[kv.stage], kv.parity);
       exact_softmax(tile);
+      // As in the parent, this test keeps the wait behind the softmax's maximum. Without it ptxas moves the wait, which names no register
+      // that the softmax uses, to before the maximum, and nothing overlaps the PV GEMM.
+      K_ready = ptx::mbarrier_test_wait_parity(&smem.K_full[after.stage], after.parity);
       ptx::wgmma_wait_group<0>();   // the PV GEMM is complete, too
       ptx::wgmma_pin(O_reg);
       release(&smem.V_empty[kv.previous().stage]);
