@@ -2,6 +2,7 @@
 // Question: what is gained if no exponential waits for its tile's maximum?
 // Change: a tile fully visible to the consumer's rows takes its exponentials against a stale maximum; if a sum is too large for 16 bits,
 //         the tile's scores are recomputed, with their maximum. The wait for the PV GEMM is placed among the exponentials.
+//         At a head dim of 128 a third consumer fits, with tiles of 64 keys.
 // Layout: warpgroup 0 loads, one warp Q, the others K and V; consumer warpgroup c has rows 64·c onwards.
 // Requires: sm_90a.
 #include "hopper.cuh"
