@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,10 @@ from flashlab.core.errors import LaunchError, NoDataError, NoGpuError, Parameter
 from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.experiments import timer_tables, timers
-from flashlab.measure.options import Options
+from flashlab.measure import timer as timing
+from flashlab.measure.cells import RefusedError
+from flashlab.measure.options import Options, Plan
+from flashlab.measure.worker import Candidate
 from flashlab.query import select
 from flashlab.record import provenance, schema, store
 from flashlab.record.schema import Reading, Samples, Source, Start
@@ -190,7 +194,7 @@ else:
     second = "cuda-bench" in job["timers"]
     {more}
     if second:
-        assert job["names"] == ["16_ones_column"] and not job["check"], job
+        assert job["names"] == ["16_ones_column"], job
         print("its last words", flush=True)
         os._exit(5)
     say(type="row", row=reading)
@@ -277,6 +281,7 @@ def test_what_one_problem_or_timer_loses_is_not_the_others(seconds: float, monke
         "problems": problems,
         "samples": 4,
         "timers": list(timers.TIMERS),
+        "plan": vars(Plan()),
     }
     one = timers._Worker(job, sent.append)
     read: list[tuple[str, str]] = []
@@ -302,6 +307,36 @@ def test_what_one_problem_or_timer_loses_is_not_the_others(seconds: float, monke
     else:
         assert (len(lost), read) == (5, [])
         assert all("were over" in message["reason"] for message in sent)
+
+
+def test_what_is_read_was_checked_and_runs_on_zeros_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, Any]] = []
+    job = {"device": 0, "seed": 0, "seconds": 60, "problems": [vars(SMALL)], "names": ["wrong", "right"]}
+    one = timers._Worker(job | {"plan": vars(Plan())}, sent.append)
+    one.torch = SimpleNamespace(zeros_like=lambda tensor: f"zeros like {tensor}")
+    monkeypatch.setattr(one, "inputs", lambda problem: ("q", "k", "v"))
+    ran: list[tuple[str, ...]] = []
+
+    def candidate(name: str, problem: Problem, *tensors: str) -> Candidate:
+        if name == "wrong":
+            raise RefusedError("wrong", "max abs error 1")
+
+        def on(*tensors: str) -> Any:
+            return lambda: ran.append(tensors)
+
+        return Candidate(on(*tensors), None, lambda: None, on=on)
+
+    monkeypatch.setattr(one, "candidate", candidate)
+    taken = timing.Reading(time_us=7.0, sm_clock_mhz=1.0, call_clock_mhz=1.0, enqueue_us=10.0, starved=False)
+    one._backend = SimpleNamespace(warm_up=lambda run, calls: run(), sample=lambda run, **how: taken)  # type: ignore[assignment]
+    one._build(SMALL)
+    assert ran == [("q", "k", "v"), ("zeros like q", "zeros like k", "zeros like v")]
+    assert [(case.name, case.inputs, case.call_us, case.enqueue_us) for case in one._cases.values()] == [
+        ("right", "normal", 7.0, 2.0),
+        ("right", "zeros", 7.0, 2.0),
+    ]
+    ((message),) = sent
+    assert (message["type"], message["name"], message["reason"]) == ("missing", "wrong", "max abs error 1")
 
 
 def test_measuring_needs_none_of_what_shows_results(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ Three timers read the same calls on the same tensors:
 
 NVBench owns its process and may end it, so it runs in a second worker. There our events are read once more, after it:
 drift between the two workers then shows as spread of the events. Implementations and inputs are interleaved under
-every timer. Each implementation is checked against the float64 oracle before its first time is taken; what fails has
-none.
+every timer. Each implementation is checked against the float64 oracle before its first time is taken, as in a
+benchmark; what fails has none.
 
 What the readings say is in timer_tables.py.
 """
@@ -34,25 +34,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic_core import to_jsonable_python
 
-from flashlab.core.errors import (
-    CheckFailedError,
-    LaunchError,
-    MissingPackageError,
-    ParameterError,
-)
+from flashlab.core.errors import LaunchError, MissingPackageError, ParameterError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Problem
-from flashlab.kernels import peers, registry
+from flashlab.kernels import registry
 from flashlab.measure import timer as timing
-from flashlab.measure.bench import on_record
-from flashlab.measure.cells import GpuWorker, Rows
+from flashlab.measure.bench import implementations_of, on_record
+from flashlab.measure.cells import Rows
 from flashlab.measure.harness import Book, Message, Send, serve
-from flashlab.measure.options import Options
+from flashlab.measure.options import Options, Plan
+from flashlab.measure.worker import BenchWorker
 from flashlab.record.schema import Reading
-from flashlab.run import gpu
-from flashlab.run.attention import prepare
-from flashlab.verify.verdict import POISON_WORD, Sample, check
+from flashlab.verify.verdict import Oracle
 
 TIMERS: Mapping[str, str] = {
     "events": "CUDA events",
@@ -97,7 +92,7 @@ _NVBENCH_SHARE = 0.75
 """Of the second worker's time; the rest is for our events after it."""
 _STOPPING_S = 3.0
 """A worker begins nothing in its last seconds."""
-_CHECKED_SCORES = 1 << 27
+_PLAN = Plan(checked_scores=1 << 27)
 
 
 # --- The parent -------------------------------------------------------------------------------------------------------
@@ -136,13 +131,16 @@ def measure(
         NoGpuError, MissingPackageError: the worker cannot work here.
         LaunchError: no timer gave a reading.
     """
-    names = [registry.get(name).id for name in (STAGES if stage_ids is None else stage_ids)]
-    names += [peers.get(name).name for name in (PEERS if peer_names is None else peer_names)]
     problems = [Problem.parse(shape) for shape in (SHAPES if shapes is None else shapes)]
+    stages, libraries = (STAGES if stage_ids is None else stage_ids, PEERS if peer_names is None else peer_names)
+    named = implementations_of((), stages, libraries)
+    names = list(named)
     if not names or not problems:
         raise ParameterError(f"wanted at least one implementation and shape, got {len(names)} and {len(problems)}")
     job: Message = {
         "problems": [asdict(problem) for problem in problems],
+        "implementations": to_jsonable_python(named),
+        "plan": asdict(_PLAN),
         "samples": samples,
         "rounds": rounds,
         "sustained_s": sustained_s,
@@ -159,8 +157,6 @@ def measure(
             options.note(f"{', '.join(timers)}: {len(names)} implementations, {len(problems)} shapes")
             left_s = max(0.0, ends - time.monotonic()) * (_FIRST_SHARE if timers is _WORKERS[0] else 1)
             job |= {"names": names, "timers": timers, "seconds": max(0.0, left_s - _STOPPING_S)}
-            # The second worker's implementations are those of the first: the same code on the same inputs.
-            job |= {"check": not rows.count}
             rows.run(job, ", ".join(timers), startup_s=left_s, step_s=left_s, total_s=left_s)
             lost = {failure.get("name") for failure in rows.missing}
             names = [name for name in names if name not in lost]
@@ -204,8 +200,8 @@ class _Provider:
         return (0, self._handle)
 
 
-class _Worker(GpuWorker):
-    """Reads implementations with some timers."""
+class _Worker(BenchWorker):
+    """Reads implementations, built and checked as in a benchmark, with some timers."""
 
     def __init__(self, job: Message, send: Send) -> None:
         super().__init__(job, send)
@@ -233,14 +229,14 @@ class _Worker(GpuWorker):
             self._read()
 
     def _read(self) -> None:
-        for what, step in [step for timer in self.job["timers"] for step in self._steps(timer)]:
+        for what, step in [step for timer in self.job["timers"] for step in self._steps_of(timer)]:
             self.send({"type": "step", "what": what})
             with self.attempt(what):  # whatever it raises, the others still have their turn
                 if self._left_s() <= 0:
                     raise LaunchError(f"the {self.job['seconds']:.3g} s for this were over")
                 step()
 
-    def _steps(self, timer: str) -> list[tuple[str, Callable[[], None]]]:
+    def _steps_of(self, timer: str) -> list[tuple[str, Callable[[], None]]]:
         """What a timer reads, one after the other, each by itself: what one of them loses is not the next one's."""
         if timer == "sustained":
             return [(timer, self._sustained)]
@@ -252,14 +248,14 @@ class _Worker(GpuWorker):
     # -- implementations
 
     def _build(self, problem: Problem) -> None:
+        self._oracle, self._copies, self._checked_scores = Oracle(), {}, self._plan.checks(problem)
         normal = self.inputs(problem)
-        tensors = {"normal": normal, "zeros": tuple(map(self.torch.zeros_like, normal))}
+        zeros = tuple(map(self.torch.zeros_like, normal))
         for name in self.job["names"]:
             with self.attempt(f"{name} at {problem.label}", name=name):
-                for inputs in INPUTS:
-                    run, output = self._made(name, problem, *tensors[inputs])
-                    if self.job["check"] and inputs == "normal":
-                        self._check(problem, output(), *tensors[inputs])
+                candidate = self.candidate(name, problem, *normal)
+                assert candidate.on is not None, "all of them are judged"
+                for inputs, run in zip(INPUTS, (candidate.run, candidate.on(*zeros)), strict=True):
                     self._backend.warm_up(run, 2)
                     first = self._backend.sample(run, calls=5, spin_us=2000.0, cold=False)
                     case = _Case(
@@ -271,37 +267,6 @@ class _Worker(GpuWorker):
                         enqueue_us=first.enqueue_us / 5,
                     )
                     self._cases[case.label] = case
-
-    def _made(self, name: str, problem: Problem, q: Any, k: Any, v: Any) -> tuple[timing.Run, Callable[[], Any]]:
-        """What enqueues one call on the stream, and what does and returns its output."""
-        if name in registry.RUNGS:
-            out = self.torch.empty_like(q)
-            launch = prepare(q, k, v, stage=name, out=out, stream=self._stream)
-
-            def written() -> Any:
-                out.view(self.torch.int16).fill_(POISON_WORD)
-                launch()
-                return out
-
-            return launch, written
-        peer = peers.get(name)
-        peer.require(problem, compute_capability=self.info.compute_capability)
-        run = partial(peer.build(problem), *peers.in_layout(peer.layout, q, k, v))
-        return run, lambda: peers.bhsd_view(peer.layout, run())
-
-    def _check(self, problem: Problem, out: Any, q: Any, k: Any, v: Any) -> None:
-        """Raises `CheckFailedError` where the oracle rejects an output."""
-        gpu.synchronize(self.device)
-        verdict = check(
-            *(self.for_oracle(out.contiguous()), None),
-            *map(self.for_oracle, (q, k, v)),
-            causal=problem.causal,
-            dtype=problem.dtype,
-            sample=Sample.of(problem, max_scores=_CHECKED_SCORES, seed=self.job["seed"]),
-            xp=self.cupy,
-        )
-        if not verdict.passed:
-            raise CheckFailedError(verdict.reason)
 
     def _of(self, problem: Problem) -> dict[str, _Case]:
         return {label: case for label, case in self._cases.items() if case.problem == problem}

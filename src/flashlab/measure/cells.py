@@ -319,7 +319,7 @@ class GpuWorker:
         except Exception as error:
             if survive:
                 self.survive(error)
-            reason = str(error) if isinstance(error, FlashlabError) else words(error)
+            reason = str(error) if isinstance(error, FlashlabError | RefusedError) else words(error)
             self.send({"type": "missing", "what": what, "reason": reason[:REASON_CHARS], **more})
 
     def survive(self, error: Exception) -> None:
