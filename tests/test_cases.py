@@ -369,10 +369,24 @@ def test_comparisons_on_record_read_back(tmp_path: Path) -> None:
     few_digits = {"max_abs_error": 1.23e-3}
     asked = [line.emulator for line in lines]
     assert asked[:4] == [None] * 4
-    assert asked[4] == replace(ROWS[4].emulator, verdict=PASSED.model_copy(update=few_digits))
-    assert asked[5] == ROWS[5].emulator
+    assert asked[4:6] == [row.emulator for row in ROWS[4:6]]
     assert asked[6] is not None
     assert (asked[6].shape, asked[6].verdict) == ("1x1x1x64", OTHER.model_copy(update=few_digits))
+
+
+def test_failures_of_format_3_read_back(tmp_path: Path) -> None:
+    limit = [2e-3, 2e-5, None]
+    passed, failed = {"error": [1.23e-3, 1e-5, None]}, {"failed": "max |error|", "error": [None, 1e-5, None]}
+    emulator = {"shape": None, "status": "wrong", "verdict": passed | {"limit": limit}}
+    row = {"stage": "05_wmma", "status": "wrong", "verdict": failed | {"limit": limit}, "emulator": emulator}
+    case = {"shape": PROBLEM.shape, "dtype": PROBLEM.dtype, "mask": PROBLEM.mask, "layout": "", "ok": {}}
+    path = tmp_path / "checks.jsonl"
+    lines = (synthetic.checks_header().line() | {"format": 3}, case | {"other": [row]})
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    (line,) = checks.read_lines(path)
+    assert line.verdict == FAILED
+    read = PASSED.model_copy(update={"max_abs_error": 1.23e-3})
+    assert line.emulator == checks.EmulatorVerdict(status="wrong", verdict=read)
 
 
 def test_a_file_says_on_which_start_of_a_machine_it_was_made(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Records of checks against the oracle: writing and reading.
 
 A comparison is one stage on one problem in one layout, with the verdict, and no timing. Files under data/<gpu>/checks,
-random or flash-attention have thousands of them, so that a line has all of a case, and numbers have three digits.
+random or flash-attention have thousands of them, so that a line has all of a case, and of what passed three digits.
 """
 
 from __future__ import annotations
@@ -11,15 +11,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from flashlab.core.errors import DamagedRecordError, FlashlabError
 from flashlab.core.inputs import NORMAL
 from flashlab.core.paths import signature
 from flashlab.core.problem import FEATURES, Problem
 from flashlab.record.schema import Base, Label, Prose, Status, Verdict
+
+_DIGITS = 3
+_ERRORS = ("max_abs", "rms", "lse")
+
+
+def _verdict(error: Sequence[float | None], limit: Sequence[float | None], failed: str | None = None) -> dict[str, Any]:
+    """The fields of a verdict from its errors and limits, in the order of `_ERRORS`."""
+    numbers = {f"{name}_error": number for name, number in zip(_ERRORS, error, strict=True)}
+    numbers |= {f"{name}_limit": number for name, number in zip(_ERRORS, limit, strict=True)}
+    return {"passed": failed is None, "reason": failed or "", **numbers}
+
+
+def _of_format_3(said: Any) -> Any:
+    return _verdict(**said) if isinstance(said, Mapping) and "error" in said else said
+
+
+Judged = Annotated[Verdict | None, BeforeValidator(_of_format_3)]
 
 
 class Fallbacks(NamedTuple):
@@ -37,12 +54,12 @@ class EmulatorVerdict:
 
     status: Status
     """`ok` if the emulator passes the check and agrees with the GPU."""
-    reason: Prose
-    shape: Label | None
+    reason: Prose = ""
+    shape: Label | None = None
     """The emulated problem, which for a large one has fewer heads."""
-    verdict: Verdict | None
+    verdict: Judged = None
     """The emulator's output against the oracle."""
-    agreement: Verdict | None
+    agreement: Judged = None
     """The GPU's output against the emulator's, within the same limits."""
 
 
@@ -56,7 +73,7 @@ class CheckRow:
     status: Status
     """`ok` if passed."""
     reason: Prose = ""
-    verdict: Verdict | None = None
+    verdict: Judged = None
     schedule: str = ""
     """On a CPU: the warp order."""
     findings: tuple[str, ...] = ()
@@ -67,11 +84,10 @@ class CheckRow:
     """On a GPU, if the case was also emulated."""
 
 
-FORMAT = 3
-"""File format: a header line, then one line per case, i.e. problem and layout. In the first format, whose files name no
-format, each line is a complete comparison. `read_lines` reads both."""
-_DIGITS = 3
-_ERRORS = ("max_abs", "rms", "lse")
+FORMAT = 4
+"""File format: a header line, then one line per case, i.e. problem and layout. In format 3, verdicts of what failed are
+lists of errors and limits. In the first format, whose files name no format, each line is a complete comparison.
+`read_lines` reads all of them."""
 
 
 class Header(Base):
@@ -94,7 +110,8 @@ class Compared(CheckRow):
     header: Header
 
 
-_COMPARED = TypeAdapter(list[Compared])
+_ROW, _COMPARED = TypeAdapter(CheckRow), TypeAdapter(list[Compared])
+_FAILED = {"stage", "status", "reason", "verdict", "emulator"}
 
 
 def case_line(rows: Sequence[CheckRow]) -> dict[str, Any]:
@@ -106,7 +123,8 @@ def case_line(rows: Sequence[CheckRow]) -> dict[str, Any]:
     """
     problem, passed = rows[0].problem, [row for row in rows if _passed(row)]
     fallbacks = {row.stage: row.fallbacks for row in rows if row.fallbacks and any(row.fallbacks)}
-    other = [_compact(row, ("stage", "status", "reason", "verdict", "emulator")) for row in rows if not _passed(row)]
+    failed = (row for row in rows if not _passed(row))
+    other = [_ROW.dump_python(row, mode="json", include=_FAILED, exclude_defaults=True) for row in failed]
     emulated = [row.emulator.shape for row in passed if row.emulator is not None]
     return {
         **{name: getattr(problem, name) for name in ("shape", "dtype", "mask")},
@@ -134,33 +152,6 @@ def _numbers(verdict: Verdict) -> list[float | None]:
     """Errors, then limits, rounded to few digits."""
     numbers = (getattr(verdict, f"{name}_{side}") for side in ("error", "limit") for name in _ERRORS)
     return [None if number is None else float(f"{number:.{_DIGITS}g}") for number in numbers]
-
-
-def _compact(said: CheckRow | EmulatorVerdict, names: Sequence[str]) -> dict[str, Any]:
-    """Encode the named fields that are not empty, with compact verdicts."""
-    line: dict[str, Any] = {}
-    for name in names:
-        value = getattr(said, name)
-        if isinstance(value, Verdict):
-            numbers, failed = _numbers(value), {} if value.passed else {"failed": value.reason}
-            line[name] = {**failed, "error": numbers[: len(_ERRORS)], "limit": numbers[len(_ERRORS) :]}
-        elif isinstance(value, EmulatorVerdict):
-            line[name] = {"shape": None, **_compact(value, tuple(vars(value)))}
-        elif value:
-            line[name] = value
-    return line
-
-
-def _verdict(error: Sequence[float | None], limit: Sequence[float | None], failed: str | None = None) -> dict[str, Any]:
-    """Decode the fields of a compact verdict."""
-    numbers = {f"{name}_error": number for name, number in zip(_ERRORS, error, strict=True)}
-    numbers |= {f"{name}_limit": number for name, number in zip(_ERRORS, limit, strict=True)}
-    return {"passed": failed is None, "reason": failed or "", **numbers}
-
-
-def _expanded(said: Mapping[str, Any], *verdicts: str) -> dict[str, Any]:
-    """Decode the result of `_compact`."""
-    return {"reason": "", **said} | {name: said.get(name) and _verdict(**said[name]) for name in verdicts}
 
 
 def read_lines(path: Path) -> tuple[Compared, ...]:
@@ -205,11 +196,9 @@ def _compared(line: Mapping[str, Any]) -> list[dict[str, Any]]:
         verdict, *beside = (_verdict(*pair) for pair in zip(each[::2], each[1::2], strict=True))
         comparisons.append({"stage": stage, "status": "ok", "verdict": verdict})
         if beside:
-            said = {"status": "ok", "reason": "", "shape": line.get("emulated")}
+            said = {"status": "ok", "shape": line.get("emulated")}
             comparisons[-1]["emulator"] = said | dict(zip(("verdict", "agreement"), beside, strict=True))
-    for row in line.get("other", ()):
-        emulator = {"emulator": _expanded(row["emulator"], "verdict", "agreement")} if "emulator" in row else {}
-        comparisons.append(_expanded(row, "verdict") | emulator)
+    comparisons += line.get("other", ())
     of = {"problem": Problem.parse(line["shape"], **what), "layout": line["layout"]}
     counted = line.get("fallbacks", {})
     return [row | of | {"fallbacks": counted.get(row["stage"])} for row in comparisons]
