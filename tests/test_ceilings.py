@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flashlab.core import errors
-from flashlab.measure import ceilings
+from flashlab.measure import bench
 from flashlab.measure.ceilings import CEILINGS, value_of
 
 
@@ -19,4 +19,4 @@ def test_the_ceilings_that_figures_draw_are_there() -> None:
     drawn = {"copy", "l2_read", "smem_read", "fp32_fma", "half2_fma", "exp2", "tensor_float16", "mma_sync_float16"}
     assert drawn <= set(CEILINGS)
     with pytest.raises(errors.ParameterError, match="smem_read"):
-        ceilings.require(["speed"])
+        bench.run([], ceilings=["speed"])

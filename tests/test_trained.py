@@ -43,9 +43,10 @@ def tiny(torch: Any, cache: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, 
     monkeypatch.setenv("FLASHLAB_CACHE", str(cache))
     monkeypatch.setitem(trained.CONFIGS, 16, TINY)
     monkeypatch.setattr(gpu, "absence", lambda: "")
-    if trained._description(16) is None:
-        trained.train(TINY, text=_text(), device="cpu")
-    return trained.describe(16)
+    try:
+        return trained.describe(16)
+    except MissingError:
+        return trained.train(TINY, text=_text(), device="cpu")
 
 
 # --- text ---
@@ -216,7 +217,8 @@ def test_a_training_that_diverges_stores_nothing(
     monkeypatch.setenv("FLASHLAB_CACHE", str(tmp_path))
     with pytest.raises(CheckFailedError, match="diverged"):
         trained.train(replace(TINY, steps=3, learning_rate=math.inf), text=_text(), device="cpu")
-    assert trained._description(16) is None
+    with pytest.raises(MissingError, match="found none"):
+        trained.describe(16)
 
 
 def test_damaged_weights_are_not_used(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

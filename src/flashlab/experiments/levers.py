@@ -129,23 +129,15 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in FOLDER.glob("*.patch")))
 
 
-def get(name: str) -> Lever:
-    """The lever of that name.
-
-    Raises:
-        ParameterError: there is none, or its file is no lever.
-    """
-    refuse_unknown("lever", names(), name)
-    return parse(name, (FOLDER / f"{name}.patch").read_text(encoding="utf-8"))
-
-
 def choose(chosen: Sequence[str] | None = None) -> tuple[Lever, ...]:
     """The levers with these names; all if None or empty.
 
     Raises:
         ParameterError: there is none of a name, or a file is no lever.
     """
-    return tuple(get(name) for name in dict.fromkeys(chosen or names()))
+    refuse_unknown("lever", names(), *(chosen or ()))
+    unique = dict.fromkeys(chosen or names())
+    return tuple(parse(name, (FOLDER / f"{name}.patch").read_text(encoding="utf-8")) for name in unique)
 
 
 # --- The file ---------------------------------------------------------------------------------------------------------

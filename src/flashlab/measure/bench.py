@@ -14,8 +14,9 @@ from typing import TypeVar
 from flashlab.build import compiler, triton_code
 from flashlab.build.parallel import Follow, ignore
 from flashlab.core.arithmetic import several
-from flashlab.core.errors import CompileError, MissingPackageError, ParameterError
+from flashlab.core.errors import CompileError, MissingPackageError, ParameterError, refuse_unknown
 from flashlab.core.inputs import NORMAL
+from flashlab.core.paths import writable_dir
 from flashlab.core.problem import Cache, Problem
 from flashlab.kernels import peers as libraries
 from flashlab.kernels import registry
@@ -46,14 +47,12 @@ def measure(
     plan: Plan,
     options: Options,
     ceilings: Sequence[str] = (),
-    before: Callable[[], None] = lambda: None,
 ) -> Path:
     """Check and time implementations in worker processes, and append a record of the given kind for each.
 
     Args:
         cells: problems, and the names of the implementations compared on each: checked, then timed interleaved.
         ceilings: limits of the GPU, measured first.
-        before: called when the folder is known to be writable.
 
     Returns:
         The file of records. machine.json and CHECKSUMS are brought up to date even if this raises.
@@ -72,7 +71,6 @@ def measure(
             f"wanted at least one implementation and problem, got {len(implementations)} and {len(cells)}"
         )
     with Book(options.data, store.FOLDERS[kind]) as book:
-        before()
 
         def append(cell: Cell, name: str, row: Message) -> None:
             record: schema.Base | None = None
@@ -171,7 +169,8 @@ def run(
         FlashlabError: as `measure` does; UnknownStageError, ParameterError: invalid names, before any GPU work.
     """
     named = implementations_of(problems, stages, peers, sources, plan)
-    wanted = limits.require(limits.CEILINGS if ceilings is True else ceilings or ())
+    wanted = list(limits.CEILINGS if ceilings is True else ceilings or ())
+    refuse_unknown("ceiling", limits.CEILINGS, *wanted)
     if not problems and not wanted:
         raise ParameterError("wanted at least one problem or ceiling to measure, got none")
     if problems and {of.kind for of in named.values()} == {"stage"}:
@@ -194,15 +193,9 @@ def run(
         (problem, [*some, *(twin for twin, implementation in second.items() if implementation.lse_of in some)])
         for problem, some in names.items()
     ]
-    return measure(
-        Measurement,
-        named | second,
-        cells,
-        plan=plan,
-        options=options,
-        ceilings=wanted,
-        before=lambda: compile_ahead(named, cells, options.device),
-    )
+    writable_dir(options.data, "records")  # known before minutes of compiling
+    compile_ahead(named, cells, options.device)
+    return measure(Measurement, named | second, cells, plan=plan, options=options, ceilings=wanted)
 
 
 def compile_ahead(

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from flashlab.core.errors import refuse_unknown
 from flashlab.core.paths import table
 from flashlab.core.problem import DTYPES, DType
 from flashlab.measure import timer as timing
@@ -129,17 +128,6 @@ CEILINGS: Mapping[str, Callable[[int, int], Workload]] = {
 }
 """All ceilings: (device, stream) -> workload. `tensor_*` is the peak of the newest tensor-core instructions, as used by
 cuBLAS; `mma_sync_*` that of the warp-level ones, the limit of stages without wgmma."""
-
-
-def require(names: Iterable[str]) -> list[str]:
-    """Check names of ceilings and return them.
-
-    Raises:
-        ParameterError: a name is not a ceiling.
-    """
-    named = list(names)
-    refuse_unknown("ceiling", CEILINGS, *named)
-    return named
 
 
 def measure(name: str, timer: Timer, device: int, stream: int) -> dict[str, Any]:

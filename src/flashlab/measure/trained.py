@@ -10,6 +10,7 @@ named by their digest, and `description.json`.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import io
@@ -362,13 +363,13 @@ def why_not(problem: Problem) -> str | None:
         return f"the trained models need torch, which is not installed; {_INSTALL}"
     if reason := gpu.absence():
         return f"the trained models need an NVIDIA GPU: {reason}"
-    description = _description(problem.head_dim)
-    if description is None:
+    try:
+        held_out_bytes = describe(problem.head_dim)["text"]["held_out_bytes"]
+    except MissingError:
         return (
             f"the model of head dim {problem.head_dim} is not trained on this machine yet; "
             f"`flashlab train --head-dim {problem.head_dim}` does it"
         )
-    held_out_bytes = description["text"]["held_out_bytes"]
     if held_out_bytes < problem.q_len + problem.batch - 1:
         return f"the held-out text has {held_out_bytes} bytes, too few for the windows of {problem.label}"
     return None
@@ -384,13 +385,15 @@ def describe(head_dim: int) -> dict[str, Any]:
     Raises:
         MissingError: the cache has no weights.
     """
-    description = _description(head_dim)
-    if description is None:
-        raise MissingError(
-            f"wanted weights of a model of head dim {head_dim} in {_folder(head_dim)}, found none. "
-            f"On a machine with an NVIDIA GPU `flashlab train --head-dim {head_dim}` makes them."
-        )
-    return description
+    folder = _folder(head_dim)
+    with contextlib.suppress(OSError):
+        description: dict[str, Any] = json.loads((folder / "description.json").read_text(encoding="utf-8"))
+        if (folder / f"{description['digest']}.pt").is_file():
+            return description
+    raise MissingError(
+        f"wanted weights of a model of head dim {head_dim} in {folder}, found none. "
+        f"On a machine with an NVIDIA GPU `flashlab train --head-dim {head_dim}` makes them."
+    )
 
 
 def activations(problem: Problem, *, device: str = "cuda") -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -445,15 +448,6 @@ def _extract(stored: Weights, config: Config, batch: int, length: int) -> list[t
 
 def _folder(head_dim: int) -> Path:
     return cache_dir() / "trained" / str(head_dim)
-
-
-def _description(head_dim: int) -> dict[str, Any] | None:
-    folder = _folder(head_dim)
-    try:
-        description: dict[str, Any] = json.loads((folder / "description.json").read_text(encoding="utf-8"))
-    except OSError:
-        return None
-    return description if (folder / f"{description['digest']}.pt").is_file() else None
 
 
 def _store(folder: Path, stored: Weights, description: dict[str, Any]) -> None:

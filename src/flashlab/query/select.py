@@ -87,8 +87,6 @@ class Policy:
     """Whether to include problems with a window or soft cap, which most pages do not show."""
     off_ladder: Literal["without", "with", "only"] = "without"
     """Whether to use runs that measured stages off the ladder: never, also, or exclusively."""
-    fill: bool = True
-    """Whether rows that a session lacks are filled in from others."""
 
 
 SHOWN = Policy()
@@ -96,7 +94,7 @@ LADDER = Policy(within="run", off_ladder="with", features=True)
 OFF_LADDER = Policy(within="run", covers=_OFF_LADDER, off_ladder="only")
 _CHOSEN_LAST = sorted(registry.DECODE, key=lambda name: not registry.DECODE[name].by_name_only)
 """Decoding stages; a session need not have timed a stage that runs only where it is named."""
-DECODING = Policy(covers=tuple(_CHOSEN_LAST), off_ladder="only", fill=False)
+DECODING = Policy(covers=tuple(_CHOSEN_LAST), off_ladder="only")
 
 
 def of_stage(stage: registry.Stage) -> Policy:
@@ -208,7 +206,7 @@ def select(rows: Iterable[Measurement], sessions: Mapping[str, str], policy: Pol
             ),
         )
         by_name = merged[best]
-        if policy.within == "session" and policy.fill:
+        if of_ratios:
             _fill(by_name, [merged[key] for key in sorted(merged, reverse=True) if key != best], policy.covers)
         chosen += ordered(by_name.values())
     return tuple(chosen)

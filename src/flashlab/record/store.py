@@ -626,10 +626,6 @@ class Mend:
     torn: Mapping[int, bytes] = field(default_factory=dict)
     """Truncated lines, by number."""
 
-    def __str__(self) -> str:
-        lines = f": cut short in line {', '.join(map(str, self.torn))}" if self.torn else ""
-        return f"{self.action} {self.path}{lines}"
-
 
 def mends(gpu: str, data: Path = DATA) -> tuple[Mend, ...]:
     """List what `repair` would do with a GPU's folder, without writing anything.
