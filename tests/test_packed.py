@@ -23,6 +23,7 @@ from flashlab.measure.harness import WorkerDiedError
 from flashlab.record import store
 from flashlab.record.schema import PackedRun
 from flashlab.run import gpu
+from flashlab.run.attention import Prepared
 from flashlab.show import pages
 
 
@@ -45,14 +46,14 @@ def test_lengths_add_up_and_are_the_same_at_each_call(name: str) -> None:
     assert (len(set(found)) == 1) == (name == "equal")
 
 
-class _Emulated:
+class _Emulated(Prepared):
     """Stands for what `prepare` returns."""
 
     def __init__(self, q: Any, k: Any, v: Any, *, stream: int, **how: Any) -> None:
-        self._call, self.out = (q, k, v, how), q.clone()
+        vars(self).update(keep=(q, k, v, how), out=q.clone())
 
     def __call__(self) -> None:
-        *tensors, how = self._call
+        *tensors, how = self.keep
         flashlab.emulate(*tensors, out=self.out, **how)
 
 
@@ -76,10 +77,12 @@ def test_every_implementation_computes_the_same_sequences(monkeypatch: pytest.Mo
     monkeypatch.setitem(sys.modules, packed.LIBRARIES["fa3"], SimpleNamespace(flash_attn_varlen_func=library))
     of = {"lengths": (5, 40, 1), "heads": 2, "head_dim": 64, "dtype": "float16", "mask": "causal"}
     case = packed._Packed(torch, of, seed=0, device="cpu")
-    outs = {name: case.build(name, torch, 0)[1]() for name in ("16_ones_column", "padded", "fa3")}
-    assert case.of_sequence(outs["fa3"], 1).shape == (1, 2, 40, 64)
-    for out in outs.values():
-        torch.testing.assert_close(out, outs["fa3"], atol=2e-3, rtol=2e-3)
+    outs = {name: packed._output(case.build(name, 0)) for name in ("16_ones_column", "padded", "fa3")}
+    for index, length in enumerate(of["lengths"]):
+        wanted = case.of_sequence(outs["fa3"], index)
+        assert wanted.shape == (1, 2, length, 64)
+        for out in outs.values():
+            torch.testing.assert_close(case.of_sequence(out, index), wanted, atol=2e-3, rtol=2e-3)
 
 
 @needs_compiler
@@ -110,12 +113,11 @@ def test_every_implementation_decodes_the_same_sequences(monkeypatch: pytest.Mon
     of = {"lengths": (5, 40, 16), "heads": 4, "kv_heads": 2, "head_dim": 128, "dtype": "float16"}
     case = packed._Paged(torch, of, seed=0, device="cpu", info=None)
     assert case.of_sequence(case.tensors[1], 1).shape == (1, 2, 40, 128)
-    wanted = case.build("flashinfer", torch, 0)[1]()
+    wanted = packed._output(case.build("flashinfer", 0))
     assert case.of_sequence(wanted, 1).shape == (1, 4, 1, 128)
     for name in packed.DECODE_NAMES:
-        run, result = case.build(name, torch, None)
-        torch.testing.assert_close(result(), wanted, atol=2e-3, rtol=2e-3)
-        run()
+        run = case.build(name, None)
+        torch.testing.assert_close(packed._output(run), wanted, atol=2e-3, rtol=2e-3)
         assert not torch.equal(run(), wanted)  # the second call is on the other copy
 
 

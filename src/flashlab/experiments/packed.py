@@ -39,7 +39,7 @@ from flashlab.query.rows import grouped
 from flashlab.record import store
 from flashlab.record.schema import PackedRun, Verdict
 from flashlab.run import gpu, paged
-from flashlab.run.attention import prepare
+from flashlab.run.attention import Prepared, prepare
 from flashlab.run.plan import Sequences
 from flashlab.show.tables import Column, code, mhz, number, short_title, table, times
 from flashlab.verify.verdict import check
@@ -160,7 +160,7 @@ def measure(
 
 
 class _Packed:
-    """Q, K and V of a case, packed; and its implementations, each a call that returns (total, heads, head_dim)."""
+    """Q, K and V of a case, packed; and its implementations."""
 
     def __init__(self, torch: Any, case: Message, *, seed: int, device: str) -> None:
         chosen = self.chosen = case["lengths"]
@@ -175,49 +175,31 @@ class _Packed:
         self.cu_seqlens = torch.from_numpy(ends.astype(np.int32)).to(device)
 
     def of_sequence(self, packed: Any, index: int) -> Any:
-        """(1, heads, length, head_dim) of (total, heads, head_dim)."""
+        """(1, heads, length, head_dim) of (total, heads, head_dim), or of (sequences, heads, longest, head_dim)."""
+        if packed.dim() == 4:
+            return packed[index : index + 1, :, : self.chosen[index]]
         begin, end = self.bounds[index]
         return packed[begin:end].transpose(0, 1)[None]
 
-    def build(self, name: str, torch: Any, stream: int) -> tuple[timing.Run, Callable[[], Any]]:
-        """What enqueues one call, and what does and returns its output."""
-        q, k, v = self.tensors
+    def build(self, name: str, stream: int) -> timing.Run:
+        """What enqueues one call."""
         if name == PADDED:
-            return self._padded(torch, stream)
+            return self._padded(stream)
         if name in LIBRARIES:
-            run = self._library(name)
-
-            def result() -> Any:
-                out = run()
-                return out[0] if isinstance(out, tuple) else out
-
-            return run, result
+            return self._library(name)
         sequences = Sequences(self.cu_seqlens, self.cu_seqlens, max(self.chosen))
-        launch = prepare(q, k, v, causal=self.causal, sequences=sequences, stage=name, stream=stream)
+        return prepare(*self.tensors, causal=self.causal, sequences=sequences, stage=name, stream=stream)
 
-        def written() -> Any:
-            launch()
-            return launch.out
-
-        return launch, written
-
-    def _padded(self, torch: Any, stream: int) -> tuple[timing.Run, Callable[[], Any]]:
+    def _padded(self, stream: int) -> timing.Run:
         longest = max(self.chosen)
         wide = []
         for packed in self.tensors:
             wide.append(packed.new_zeros(len(self.chosen), packed.shape[1], longest, packed.shape[2]))
             for index, length in enumerate(self.chosen):
                 wide[-1][index, :, :length] = self.of_sequence(packed, index)[0]
-        launch = prepare(*wide, causal=self.causal, stage=PACKING[-1], stream=stream)
-
-        def result() -> Any:
-            launch()
-            rows = [launch.out[index, :, :length] for index, length in enumerate(self.chosen)]
-            return torch.cat([sequence.transpose(0, 1) for sequence in rows])
-
         # Padding follows a sequence, so under a causal mask none of its rows sees it. Without a mask all do, so that
         # only the time means something.
-        return launch, result
+        return prepare(*wide, causal=self.causal, stage=PACKING[-1], stream=stream)
 
     def _library(self, name: str) -> timing.Run:
         _, heads, head_dim = self.tensors[0].shape
@@ -273,11 +255,11 @@ class _Paged:
         pages = packed[self.order[begin:end].long()]
         return pages.flatten(0, 1)[: self.chosen[index]].transpose(0, 1)[None]
 
-    def build(self, name: str, torch: Any, stream: int) -> tuple[timing.Run, Callable[[], Any]]:
-        """What enqueues a call on the next copy, and what does one on the first and returns its output."""
+    def build(self, name: str, stream: int) -> timing.Run:
+        """What enqueues a call on the next copy, the first one first."""
         call = self._library() if name == FLASHINFER else partial(self._stage, name, stream)
         runs = itertools.cycle([partial(call, *tensors) for tensors in self.copies])
-        return lambda: next(runs)(), partial(call, *self.tensors)
+        return lambda: next(runs)()
 
     def _stage(self, name: str, stream: int, q: Any, k: Any, v: Any) -> Any:
         stage, params = registry.parse(name)
@@ -292,6 +274,12 @@ class _Paged:
         last = (self.lengths - 1) % PAGE_SIZE + 1
         run = peers.FlashInferPages(problem, self.ends, self.order, last)
         return lambda q, k, v: run(q, (k, v))
+
+
+def _output(run: timing.Run) -> Any:
+    """The output of one call."""
+    out: Any = run()
+    return run.out if isinstance(run, Prepared) else out[0] if isinstance(out, tuple) else out
 
 
 class _Worker(GpuWorker):
@@ -317,8 +305,8 @@ class _Worker(GpuWorker):
         for name in self.job["names"]:
             self.send({"type": "step", "what": f"{label}, {name}"})
             with self.attempt(f"{name} at {label}", survive=True):
-                run, result = packed.build(name, self.torch, stream)
-                verdicts[name] = None if name == PADDED and not packed.causal else self._checked(packed, result())
+                run = packed.build(name, stream)
+                verdicts[name] = None if name == PADDED and not packed.causal else self._checked(packed, _output(run))
                 runs[name] = run
         for name, samples in timer.burst(runs, samples=20).items():
             if decoding:
