@@ -36,7 +36,7 @@ def _of_format_3(said: Any) -> Any:
     return _verdict(**said) if isinstance(said, Mapping) and "error" in said else said
 
 
-Judged = Annotated[Verdict | None, BeforeValidator(_of_format_3)]
+RecordedVerdict = Annotated[Verdict | None, BeforeValidator(_of_format_3)]
 
 
 class Fallbacks(NamedTuple):
@@ -57,9 +57,9 @@ class EmulatorVerdict:
     reason: Prose = ""
     shape: Label | None = None
     """The emulated problem, which for a large one has fewer heads."""
-    verdict: Judged = None
+    verdict: RecordedVerdict = None
     """The emulator's output against the oracle."""
-    agreement: Judged = None
+    agreement: RecordedVerdict = None
     """The GPU's output against the emulator's, within the same limits."""
 
 
@@ -73,7 +73,7 @@ class CheckRow:
     status: Status
     """`ok` if passed."""
     reason: Prose = ""
-    verdict: Judged = None
+    verdict: RecordedVerdict = None
     schedule: str = ""
     """On a CPU: the warp order."""
     findings: tuple[str, ...] = ()
