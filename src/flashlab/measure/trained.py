@@ -318,33 +318,20 @@ def score_statistics(q: Tensor, k: Tensor) -> dict[str, float]:
         largest_probability: mean over rows of the largest probability.
     """
     torch = _torch()
-    _, _, length, head_dim = q.shape
+    length, head_dim = q.shape[2:]
     hidden = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
-    totals = torch.zeros(4, dtype=torch.float64, device=q.device)
-    largest = -math.inf
+    of_heads = []
     for queries, keys in zip(q.flatten(0, 1), k.flatten(0, 1), strict=True):
-        scores = queries.float() @ keys.float().T * head_dim**-0.5
-        seen = scores.masked_fill(hidden, 0.0).double()
-        scores.masked_fill_(hidden, -math.inf)
-        probabilities = scores.softmax(-1)
-        largest = max(largest, scores.max().item())
-        totals += torch.stack(
-            [
-                seen.sum(),
-                seen.square().sum(),
-                probabilities[:, 0].double().mean(),
-                probabilities.amax(-1).double().mean(),
-            ]
-        )
-    heads = q.shape[0] * q.shape[1]
-    num_scores = heads * length * (length + 1) // 2
-    total, squares, first, top = totals.tolist()
-    mean = total / num_scores
+        scores = (queries.float() @ keys.float().T * head_dim**-0.5).masked_fill_(hidden, -math.inf)
+        probabilities, seen = scores.softmax(-1).double(), scores[~hidden].double()
+        weights = (probabilities[:, 0].mean(), probabilities.amax(-1).mean())
+        of_heads.append(torch.stack([seen.mean(), seen.square().mean(), *weights, seen.max()]))
+    mean, square, first, top, _ = torch.stack(of_heads).mean(0).tolist()
     return {
-        "std_nats": math.sqrt(max(0.0, squares / num_scores - mean * mean)),
-        "largest_nats": largest,
-        "first_key_weight": first / heads,
-        "largest_probability": top / heads,
+        "std_nats": math.sqrt(max(0.0, square - mean * mean)),
+        "largest_nats": max(head[-1].item() for head in of_heads),
+        "first_key_weight": first,
+        "largest_probability": top,
     }
 
 
