@@ -28,7 +28,7 @@ def _record(name: str, times_us: tuple[float, ...], **fields: Any) -> Call:
 def test_every_call_is_timed_or_missing_with_a_reason() -> None:
     torch = pytest.importorskip("torch", reason="needs torch: pip install torch")
     sent: list[Any] = []
-    worker = enqueue._Worker({"device": 0, "seed": 0, "samples": 2, "calls": 1}, sent.append)
+    worker = enqueue._Worker({"device": 0, "seed": 0, "samples": 2, "calls": 1, "library": ""}, sent.append)
     q, k, v = (torch.randn(1, heads, length, 64).half() for heads, length in ((2, 1), (1, 32), (1, 32)))
     functions = enqueue.calls(torch, DECODING, q, k, v)
     outputs = {name: call() for name, call in functions.items()}
@@ -48,6 +48,18 @@ def test_every_call_is_timed_or_missing_with_a_reason() -> None:
     assert [message["reason"] for message in sent if message["type"] == "missing"] == [
         "RuntimeError: no such kernel here"
     ]
+
+
+def test_a_librarys_calls_are_waited_for_one_by_one() -> None:
+    sent: list[Any] = []
+    done: list[str] = []
+    job = {"device": 0, "seed": 0, "samples": 3, "calls": 1, "library": "sdpa"}
+    worker = enqueue._Worker(job, sent.append)
+    worker.time(DECODING, {"sdpa": lambda: done.append("call")}, lambda: done.append("wait"))
+    assert done == ["call", "call", *["wait", "call", "wait"] * 3, "wait"]
+    (row,) = (message["row"] for message in sent if message["type"] == "row")
+    assert len(row["time_us"]) == 3
+    assert _record(**_renamed(row)).waits
 
 
 def _renamed(row: dict[str, Any]) -> dict[str, Any]:

@@ -581,7 +581,7 @@ def test_the_committed_verdicts_follow_from_the_committed_records(slug: str) -> 
 @pytest.mark.skipif(gpu.available() is None, reason="this machine has a GPU, where measuring is possible")
 def test_measuring_needs_a_gpu(tmp_path: Path) -> None:
     with pytest.raises(NoGpuError):
-        ledger.time_calls("sdpa", SINGLE, data=tmp_path)
+        ledger.enqueue.measure([SINGLE], Options(data=tmp_path), library="sdpa")
     with pytest.raises(FlashlabError, match=r"GPU|torch|package"):
         ledger.measure(options=Options(data=tmp_path))
     assert not list(tmp_path.rglob("*.jsonl"))
@@ -603,10 +603,10 @@ def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, Any]
         return tmp_path / "run"
 
     monkeypatch.setattr(ledger.bench, "run", run)
-    monkeypatch.setattr(ledger.gpus, "info", lambda _: SimpleNamespace(slug="nvidia-h200"))
+    monkeypatch.setattr(gpu, "info", lambda _: SimpleNamespace(slug="nvidia-h200"))
     monkeypatch.setattr(ledger.ablation, "measure", lambda axes, **_: asked.update(axes=axes) or tmp_path / "axes")
     monkeypatch.setattr(ledger.ablation, "split", lambda ids, **_: asked.update(split=ids) or tmp_path / "split")
-    monkeypatch.setattr(ledger, "time_calls", lambda *_, **__: tmp_path / "calls")
+    monkeypatch.setattr(ledger.enqueue, "measure", lambda *_, **__: (tmp_path / "calls", ()))
     return asked
 
 

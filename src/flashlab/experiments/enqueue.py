@@ -3,7 +3,8 @@
     flashlab enqueue         prepared calls, the functions, the operators and SDPA
 
 A sample is the mean of many calls in a row, fewer than the driver queues without making the host wait. The GPU is idle
-when they begin, and what it still has to do when they end does not count.
+when they begin, and what it still has to do when they end does not count. A claim is about single calls of a library,
+each with the wait for its end.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem
+from flashlab.kernels import peers
 from flashlab.measure.cells import GpuWorker, record_rows
 from flashlab.measure.harness import Message, serve
 from flashlab.measure.options import Options
@@ -38,17 +41,27 @@ LAUNCH = "flashlab.prepare(q, k, v)()"
 """The launch alone: the other calls of flashlab are shown with what they take beyond it."""
 SAMPLES, CALLS = 41, 200
 """Samples of each, and calls in one."""
+SINGLE_CALLS = 300
 _PAGE_SIZE = 16
 _TIMEOUT_S = 120.0
 
 
-def measure(problems: Sequence[Problem] = PROBLEMS, options: Options = OPTIONS) -> tuple[Path, tuple[str, ...]]:
+def measure(
+    problems: Sequence[Problem] = PROBLEMS, options: Options = OPTIONS, *, library: str = ""
+) -> tuple[Path, tuple[str, ...]]:
     """Time calls, interleaved, and append a `schema.Call` each to data/<gpu>/calls; the file, and what has no time.
 
+    Args:
+        library: time single calls of this library instead, each with the wait for its end.
+
     Raises:
+        ParameterError: no such library.
         NoGpuError, MissingPackageError, LaunchError, OutputError: as they say.
     """
-    job: Message = {"problems": [asdict(problem) for problem in problems], "samples": SAMPLES, "calls": CALLS}
+    samples, calls = (SINGLE_CALLS, 1) if library else (SAMPLES, CALLS)
+    job: Message = {"problems": [asdict(problem) for problem in problems], "samples": samples, "calls": calls}
+    job |= {"library": library and peers.get(library).name}
+    options = replace(options, worker=OPTIONS.worker)
     return record_rows(Call, job, options, step_s=_TIMEOUT_S, total_s=_TIMEOUT_S)
 
 
@@ -62,11 +75,19 @@ class _Worker(GpuWorker):
             for fields in self.job["problems"]:
                 problem = Problem(**fields)
                 q, k, v = self.inputs(problem)
-                launch = {LAUNCH: prepare(q, k, v, **problem.options)}
-                self.time(problem, {**launch, **calls(self.torch, problem, q, k, v)}, self.torch.cuda.synchronize)
+                functions: Mapping[str, Callable[[], Any]]
+                if library := self.job["library"]:
+                    peer = peers.get(library)
+                    peer.require(problem, compute_capability=self.info.compute_capability)
+                    functions = {library: partial(peer.build(problem), *peers.in_layout(peer.layout, q, k, v))}
+                else:
+                    launch = {LAUNCH: prepare(q, k, v, **problem.options)}
+                    functions = {**launch, **calls(self.torch, problem, q, k, v)}
+                self.time(problem, functions, self.torch.cuda.synchronize)
 
     def time(self, problem: Problem, functions: Mapping[str, Callable[[], Any]], wait: Callable[[], None]) -> None:
-        """Send a row per function; `wait` returns when the GPU is idle."""
+        """Send a row per function; `wait` returns when the GPU is idle. Each call of a job's library is waited for."""
+        waits = bool(self.job["library"])
         times_us: dict[str, list[float]] = {}
         for name, call in functions.items():
             self.send({"type": "step", "what": f"{name} at {problem.label}"})
@@ -83,10 +104,12 @@ class _Worker(GpuWorker):
                 began = time.perf_counter()
                 for _ in range(self.job["calls"]):
                     call()
+                if waits:
+                    wait()
                 times_us[name].append((time.perf_counter() - began) / self.job["calls"] * 1e6)
         wait()
         for name, of in times_us.items():
-            row = {"name": name, "problem": asdict(problem), "time_us": of, "waits": False}
+            row = {"name": name, "problem": asdict(problem), "time_us": of, "waits": waits}
             self.send({"type": "row", "row": row})
 
 

@@ -13,7 +13,6 @@ What hangs on a kernel, shape or baseline that no document states is not compara
 from __future__ import annotations
 
 import csv
-import importlib
 import json
 import math
 import re
@@ -23,7 +22,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from time import perf_counter_ns
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, ConfigDict, ValidationInfo, field_validator
@@ -32,7 +30,7 @@ from flashlab.core.errors import DamagedRecordError, NoDataError, ParameterError
 from flashlab.core.facts import Facts
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem, suite
-from flashlab.experiments import ablation, rules_log, sources
+from flashlab.experiments import ablation, enqueue, rules_log, sources
 from flashlab.experiments.evidence import (
     QUANTITIES,
     Entry,
@@ -44,7 +42,7 @@ from flashlab.experiments.evidence import (
     find,
 )
 from flashlab.kernels import peers, registry
-from flashlab.measure import bench, ceilings, harness
+from flashlab.measure import bench, ceilings
 from flashlab.measure.options import OPTIONS, Options
 from flashlab.query.kinship import KINSHIPS, MODELS, kinship
 from flashlab.query.rows import grouped
@@ -52,11 +50,9 @@ from flashlab.query.select import Results
 from flashlab.query.statistics import Estimate
 from flashlab.record import store
 from flashlab.record.schema import Call
-from flashlab.run import gpu as gpus
 from flashlab.show import tables
 from flashlab.show.notebook import NOTHING_YET
 from flashlab.show.pages import Output, dictionary, stage_link
-from flashlab.verify.oracle import make_torch_inputs
 
 CLAIMS = DATA / "claims.csv"
 VERDICTS = "verdicts.json"
@@ -488,8 +484,6 @@ def differences(
 
 # --- Measuring --------------------------------------------------------------------------------------------------------
 
-SINGLE_CALLS = 300
-_WARM_UP_CALLS = 20
 Plan = Mapping[Problem, Mapping[str, None]]
 """Names of stages and libraries, by the problem at which a run times them."""
 
@@ -554,39 +548,8 @@ def measure(
     if options.resume:
         timed = {(record.name, record.problem) for record in bench.on_record(Call, options, same_commit=True)}
         calls = [call for call in calls if call not in timed]
-    paths += [time_calls(name, problem, data=options.data, device=options.device) for name, problem in calls]
+    paths += [enqueue.measure([problem], options, library=name)[0] for name, problem in calls]
     return tuple(path for path in paths if path)
-
-
-def time_calls(name: str, problem: Problem, *, data: Path = DATA, device: int = 0) -> Path:
-    """Time single calls of a library by the host's clock, including launch and wait; the file in data/<gpu>/calls.
-
-    Raises:
-        ParameterError: no such library.
-        UnsupportedError: it cannot do the problem here.
-        NoGpuError, MissingPackageError, OutputError: as they say.
-    """
-    info = gpus.info(device)
-    peer = peers.get(name)
-    peer.require(problem, compute_capability=info.compute_capability)
-    torch = importlib.import_module("torch")
-    torch.cuda.set_device(device)
-    q, k, v = make_torch_inputs(problem)
-    times_us = []
-    with harness.Book(data, "calls") as book, torch.no_grad():
-        book.hello(harness.greeting(info))
-        attend = peer.build(problem)
-        given = peers.in_layout(peer.layout, q, k, v)
-        for index in range(_WARM_UP_CALLS + SINGLE_CALLS):
-            torch.cuda.synchronize()
-            began = perf_counter_ns()
-            attend(*given)
-            torch.cuda.synchronize()
-            if index >= _WARM_UP_CALLS:
-                times_us.append((perf_counter_ns() - began) / 1e3)
-        call = Call(**book.header(), name=name, problem=problem, time_us=tuple(times_us))
-        store.append(book.path, call)
-        return book.path
 
 
 # --- Tables -----------------------------------------------------------------------------------------------------------

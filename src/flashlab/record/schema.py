@@ -528,7 +528,7 @@ class ChipReading(Base):
 
 
 class Call(Base):
-    """Host time of calls, including launch; see experiments/enqueue.py and ledger.py."""
+    """Host time of calls, including launch; see experiments/enqueue.py."""
 
     kind: Literal["call"] = "call"
     name: Label
