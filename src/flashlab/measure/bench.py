@@ -29,6 +29,7 @@ from flashlab.measure.options import OPTIONS, PLAN, STEP_CALLS
 from flashlab.measure.options import Options as Options
 from flashlab.measure.options import Plan as Plan
 from flashlab.measure.options import plan_of as plan_of
+from flashlab.query.rows import grouped
 from flashlab.record import provenance, schema, store
 from flashlab.record.schema import Ablation, Ceiling, Measurement, Part, Tuning
 from flashlab.run import choice, gpu
@@ -312,19 +313,15 @@ def not_recorded(
     """
     if not options.resume:
         return list(cells)
-    named_by = [name for name in sorted(kind.model_fields) if name in _NAMING]
-    done = {
-        (record.problem, record.cubin.sha256, *(getattr(record, name) for name in named_by))
-        for record in on_record(kind, options)
-        if record.cubin is not None
-    }
+    known = grouped(on_record(kind, options), lambda record: record.cubin and record.cubin.sha256)
 
     def stands(problem: Problem, name: str) -> bool:
         cubin = code.get((problem, name))
         if not isinstance(cubin, compiler.Cubin):
             return isinstance(cubin, CompileError)  # it would not compile again
-        said = (named[name].record[key] for key in sorted(named[name].record) if key in _NAMING)
-        return (problem, cubin.sha256, *said) in done
+        wanted = {"problem": problem, **named[name].record}
+        alike = known.get(cubin.sha256, ())
+        return any(all(getattr(record, key) == value for key, value in wanted.items()) for record in alike)
 
     return [(problem, names) for problem, names in cells if not all(stands(problem, name) for name in names)]
 
@@ -333,10 +330,6 @@ def ceilings_left(names: Sequence[str], options: Options) -> list[str]:
     """The ceilings among `names` that the current commit has not measured on this GPU."""
     done = {ceiling.name for ceiling in on_record(Ceiling, options, same_commit=True)}
     return [name for name in names if name not in done]
-
-
-_NAMING = ("axis", "level", "stage", "left_out")
-"""Fields that identify the implementation in a record."""
 
 
 def not_on_record(
