@@ -18,7 +18,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -29,21 +29,18 @@ from flashlab.core.problem import UNLIMITED, Feature, Precision, Problem
 
 Attention = Callable[[Any, Any, Any], Any]
 """(q, k, v) -> out, torch tensors; enqueues on torch's current stream."""
-Limit = Callable[[Problem], str | None]
-"""Explains why a peer does not support a problem, independent of the machine; None if it does."""
+Limits = Mapping[str, Callable[[Problem], bool]]
+"""By reason, which may name fields of the `problem` in braces: whether a peer does not support a problem on any
+machine."""
 Layout = Literal["bhsd", "bshd"]
 """Dimension order in memory: batch, heads, sequence, head dim; or sequence before heads."""
 
 
-def _limit(why: str, when: Callable[[Problem], bool]) -> Limit:
-    """Build a limit from a condition; `why` may name fields of the `problem` in braces."""
-    return lambda problem: why.format(problem=problem) if when(problem) else None
-
-
-_rows_without_keys = _limit(
-    "its answer for a query that sees no key is not 0; it needs q_len ≤ kv_len under a causal mask",
-    lambda problem: problem.causal and problem.q_len > problem.kv_len,
-)
+_ROWS_WITHOUT_KEYS: Limits = {
+    "its answer for a query that sees no key is not 0; it needs q_len ≤ kv_len under a causal mask": (
+        lambda problem: problem.causal and problem.q_len > problem.kv_len
+    )
+}
 _TORCH = (("torch", "flashlab[gpu]"),)
 
 
@@ -60,7 +57,7 @@ class Peer:
 
     A callable that selects among implementations has an attribute `choice`, empty before the first call.
     """
-    refuses: tuple[Limit, ...] = (_rows_without_keys,)
+    refuses: Limits = field(default_factory=lambda: _ROWS_WITHOUT_KEYS)
     packages: tuple[tuple[str, str], ...] = _TORCH
     """(module, what to `pip install` for it)."""
     min_capability: tuple[int, int] = (7, 5)
@@ -91,7 +88,7 @@ class Peer:
         for name in problem.features:
             if name not in self.features:
                 return f"it is called without a {name}"
-        return next(filter(None, (limit(problem) for limit in self.refuses)), None)
+        return next((why.format(problem=problem) for why, is_so in self.refuses.items() if is_so(problem)), None)
 
     def wrote_lse(self, choice: str = "") -> bool | None:
         """Whether the timed call wrote a log-sum-exp, given its choice; None if unknown."""
@@ -217,8 +214,8 @@ def _pinned_sdpa(backend: str, **others: Any) -> Peer:
     return Peer(how=f"SDPBackend.{backend}", writes_lse=_BACKENDS_WRITE_LSE[backend], build=build, **others)
 
 
-def _causal_of_other_lengths(why: str) -> Limit:
-    return _limit(why, lambda problem: problem.causal and problem.q_len != problem.kv_len)
+def _causal_of_other_lengths(problem: Problem) -> bool:
+    return problem.causal and problem.q_len != problem.kv_len
 
 
 def _cublas_unfused(problem: Problem) -> Attention:
@@ -476,12 +473,11 @@ _FLASH_ATTENTION_3 = Peer(
     title="FlashAttention-3",
     how=f"{_FA3}.flash_attn_func",
     build=partial(_flash_attention, _FA3, UNLIMITED),
-    refuses=(
-        _limit(
-            "the wheel (fa3-fwd) lacks {problem.dtype}, which FlashAttention-3's source has; it has bfloat16",
-            lambda problem: problem.dtype != "bfloat16",
-        ),
-    ),
+    refuses={
+        "the wheel (fa3-fwd) lacks {problem.dtype}, which FlashAttention-3's source has; it has bfloat16": (
+            lambda problem: problem.dtype != "bfloat16"
+        )
+    },
     packages=(*_TORCH, (_FA3, "fa3-fwd")),
     wheel="fa3-fwd",
     layout="bshd",
@@ -503,35 +499,34 @@ PEERS: Mapping[str, Peer] = {
             "CUDNN_ATTENTION",
             name="sdpa_cudnn",
             title="cuDNN (SDPA)",
-            refuses=(
-                _causal_of_other_lengths(
-                    "its causal mask is aligned top left, flashlab's bottom right; they agree where q_len equals kv_len"
-                ),
-            ),
+            refuses={
+                "its causal mask is aligned top left, flashlab's bottom right; they agree where q_len equals kv_len": (
+                    _causal_of_other_lengths
+                )
+            },
             min_capability=(8, 0),
         ),
         _pinned_sdpa(
             "FLASH_ATTENTION",
             name="sdpa_flash",
             title="FlashAttention-2 (SDPA)",
-            refuses=(
-                _causal_of_other_lengths(
-                    "torch's flash kernel takes no explicit mask, and its own causal mask is aligned top left"
-                ),
-            ),
+            refuses={
+                "torch's flash kernel takes no explicit mask, and its own causal mask is aligned top left": (
+                    _causal_of_other_lengths
+                )
+            },
             min_capability=(8, 0),
         ),
         _pinned_sdpa(
             "EFFICIENT_ATTENTION",
             name="sdpa_efficient",
             title="memory-efficient (SDPA)",
-            refuses=(
-                _limit(
-                    "torch's memory-efficient kernel takes no grouped-query heads",
-                    lambda problem: problem.q_heads != problem.kv_heads,
+            refuses={
+                "torch's memory-efficient kernel takes no grouped-query heads": (
+                    lambda problem: problem.q_heads != problem.kv_heads
                 ),
-                _rows_without_keys,
-            ),
+                **_ROWS_WITHOUT_KEYS,
+            },
         ),
         _pinned_sdpa("MATH", name="sdpa_math", title="unfused (SDPA math)", needs_memory=True),
         Peer(
@@ -558,13 +553,12 @@ PEERS: Mapping[str, Peer] = {
             title="FlashAttention-2 in plain Triton",
             how="kernels/peers/triton_fa2.py, by triton.autotune",
             build=_TritonFA2,
-            refuses=(
-                _limit(
-                    "Triton's tiles want a head dim that is a power of two",
-                    lambda problem: problem.head_dim.bit_count() != 1,
+            refuses={
+                "Triton's tiles want a head dim that is a power of two": (
+                    lambda problem: problem.head_dim.bit_count() != 1
                 ),
-                _rows_without_keys,
-            ),
+                **_ROWS_WITHOUT_KEYS,
+            },
             packages=_TRITON,
             compile_s=5.0,
             writes_lse=False,
@@ -576,17 +570,15 @@ PEERS: Mapping[str, Peer] = {
             name="fa3_fp8",
             title="FlashAttention-3 in FP8",
             build=lambda problem: _Fp8(importlib.import_module(_FA3).flash_attn_func, problem),
-            refuses=(
-                _limit(
-                    f"its inputs are rounded once, and those of the kind {TRAINED} change from layer to layer",
-                    lambda problem: problem.inputs == TRAINED,
+            refuses={
+                f"its inputs are rounded once, and those of the kind {TRAINED} change from layer to layer": (
+                    lambda problem: problem.inputs == TRAINED
                 ),
-                _limit(
-                    f"its inputs are rounded once, and calls of fewer than {FEW_ROWS} query rows rotate over several",
-                    lambda problem: problem.q_len < FEW_ROWS,
+                f"its inputs are rounded once, and calls of fewer than {FEW_ROWS} query rows rotate over several": (
+                    lambda problem: problem.q_len < FEW_ROWS
                 ),
-                *_FLASH_ATTENTION_3.refuses,
-            ),
+                **_FLASH_ATTENTION_3.refuses,
+            },
             precision="e4m3_scaled",  # with a scale a K/V head, rounded before it is called
         ),
         Peer(
@@ -594,7 +586,7 @@ PEERS: Mapping[str, Peer] = {
             title="FlashAttention-4 (CuTe DSL)",
             how=f"{_FA4}.flash_attn_func",
             build=partial(_flash_attention, _FA4, None),
-            refuses=(),
+            refuses={},
             packages=(*_TORCH, (_FA4, "flash-attn-4")),
             layout="bshd",
             features=("window", "softcap"),
@@ -607,17 +599,15 @@ PEERS: Mapping[str, Peer] = {
             title="FlashInfer",
             how="flashinfer.BatchDecodeWithPagedKVCacheWrapper",
             build=_FlashInfer,
-            refuses=(
-                _limit(
-                    f"it is given whole pages of {_PAGE} keys, got {{problem.kv_len}} keys",
-                    lambda problem: problem.kv_len % _PAGE != 0,
+            refuses={
+                f"it is given whole pages of {_PAGE} keys, got {{problem.kv_len}} keys": (
+                    lambda problem: problem.kv_len % _PAGE != 0
                 ),
                 # `DISPATCH_HEAD_DIM` in its utils.cuh; with others its merge of split keys fails.
-                _limit(
-                    "it adds up split keys at head dims 64, 128 and 256, got {problem.head_dim}",
-                    lambda problem: problem.head_dim not in (64, 128, 256),
+                "it adds up split keys at head dims 64, 128 and 256, got {problem.head_dim}": (
+                    lambda problem: problem.head_dim not in (64, 128, 256)
                 ),
-            ),
+            },
             # Both are imported; of its other requirements it needs none for this.
             packages=(*_TORCH, ("flashinfer", "flashinfer-python"), ("tvm_ffi", "apache-tvm-ffi")),
             layout="bshd",
