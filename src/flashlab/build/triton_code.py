@@ -15,7 +15,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ _POINTER_BYTES = 16
 _STRIDE_ELEMENTS = 8
 """Alignment of Q, K, V and O if ALIGNED=1: addresses in bytes, strides in elements."""
 _ELEMENTS: Mapping[DType, str] = {"float16": "fp16", "bfloat16": "bf16"}
-_ELSEWHERE = "import importlib, sys; sys.exit(importlib.import_module(sys.argv[1]).serve(sys.argv[2]))"
+_ELSEWHERE = "import importlib, json, sys; importlib.import_module(sys.argv[1]).serve(json.load(sys.stdin))"
 _OLDEST_INTERPRETER = (3, 9)
 """The interpreter of 3.6 does not run with NumPy 2.4; versions in between are untested."""
 INTERPRETER_NEEDS = (
@@ -111,11 +110,11 @@ def compile_kernel(
     }
     with tempfile.TemporaryDirectory(prefix="flashlab-triton-") as name:
         folder = Path(name)
-        command, variables = worker(folder, request, __name__)
+        command, variables = worker(folder, __name__)
         try:
             run = subprocess.run(
                 command,
-                stdin=subprocess.DEVNULL,
+                input=json.dumps({**request, "folder": name}).encode(),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=variables,
@@ -135,13 +134,12 @@ def compile_kernel(
     return code, log, {"threads": _WARP * facts["num_warps"], "smem_bytes": facts["shared"]}
 
 
-def worker(folder: Path, request: Mapping[str, Any], module: str, **settings: str) -> tuple[list[str], dict[str, str]]:
-    """Command and environment of a new process, without Triton imported, that calls a module's `serve(folder)`.
+def worker(folder: Path, module: str, **settings: str) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of a new process, without Triton imported, that calls a module's `serve(request)`.
 
-    Writes `request.json` to `folder`. `settings` are environment variables, which replace all of this process's for
-    Triton.
+    The request is JSON on its standard input. Triton keeps its cache in `folder`; `settings` are environment variables,
+    which replace all of this process's for Triton.
     """
-    (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
     variables = {name: value for name, value in environment().items() if not name.startswith("TRITON_")} | {
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
         "TRITON_CACHE_DIR": str(folder / "cache"),
@@ -149,7 +147,7 @@ def worker(folder: Path, request: Mapping[str, Any], module: str, **settings: st
         "TRITON_DEFAULT_FP_FUSION": "1",
         **settings,
     }
-    return [sys.executable, "-c", _ELSEWHERE, module, str(folder)], variables
+    return [sys.executable, "-c", _ELSEWHERE, module], variables
 
 
 # --- in the process of its own ----------------------------------------------------------------------------------------
@@ -165,7 +163,9 @@ def kernel_in(request: Mapping[str, Any]) -> Any:
     return getattr(module, request["entry"])
 
 
-def _compile(request: Mapping[str, Any], folder: Path) -> None:
+def serve(request: Mapping[str, Any]) -> None:
+    """Compile a kernel in the compiler process, into the folder that the request names."""
+    folder = Path(request["folder"])
     triton = importlib.import_module("triton")
     compiler = importlib.import_module("triton.compiler")
     backends = importlib.import_module("triton.backends.compiler")
@@ -181,14 +181,3 @@ def _compile(request: Mapping[str, Any], folder: Path) -> None:
     facts = {name: getattr(made.metadata, name, 0) for name in ("num_warps", "shared")}
     facts |= {name: getattr(made.metadata, name, 0) for name in ("global_scratch_size", "profile_scratch_size")}
     (folder / "made.json").write_text(json.dumps(facts), encoding="utf-8")
-
-
-def serve(path: str) -> int:
-    """Entry point of the compiler process; returns its exit status."""
-    folder = Path(path)
-    try:
-        _compile(json.loads((folder / "request.json").read_text(encoding="utf-8")), folder)
-    except Exception:
-        traceback.print_exc()
-        return 1
-    return 0

@@ -14,9 +14,9 @@ import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from flashlab.build import triton_code
 from flashlab.build.compiler import LaunchShape, Variant
@@ -93,10 +93,9 @@ def interpret(
     start = time.perf_counter()
     with mapped(memory.bytes) as (path, mapping), tempfile.TemporaryDirectory(prefix="flashlab-triton-") as folder:
         memory.copy(mapping, "r")
-        command, environment = triton_code.worker(
-            Path(folder), {**request, "memory": str(path)}, __name__, TRITON_INTERPRET="1"
-        )
-        code, printed, errors = run_worker(command, "", timeout_s, cancel, environment)
+        command, environment = triton_code.worker(Path(folder), __name__, TRITON_INTERPRET="1")
+        asked = json.dumps({**request, "memory": str(path)})
+        code, printed, errors = run_worker(command, asked, timeout_s, cancel, environment)
         printed += errors
         seconds = time.perf_counter() - start
         stopped = timeout_s is not None and code < 0 and seconds >= timeout_s
@@ -113,23 +112,17 @@ def interpret(
     return report
 
 
-def serve(path: str) -> int:
-    """The part of the process of its own: its exit status. Pointers are offsets in bytes in the file of all arrays."""
-    try:
-        torch = importlib.import_module("torch")
-        request = json.loads((Path(path) / "request.json").read_text(encoding="utf-8"))
-        types = {"*fp16": torch.float16, "*bf16": torch.bfloat16, "*fp32": torch.float32}
-        with Path(request["memory"]).open("r+b") as file:
-            memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
-        values = []
-        for name, kind in request["signature"].items():
-            value = request["arguments"][name]
-            if kind in types:
-                # All a pointer's tensor is asked for is its type and its address.
-                value = memory[value : value + types[kind].itemsize].view(types[kind])
-            values.append(value)
-        triton_code.kernel_in(request)[tuple(request["grid"])](*values, **request["constants"])
-    except Exception:
-        traceback.print_exc()
-        return 1
-    return 0
+def serve(request: Mapping[str, Any]) -> None:
+    """Run a kernel in the process of its own. Pointers are offsets in bytes in the file of all arrays."""
+    torch = importlib.import_module("torch")
+    types = {"*fp16": torch.float16, "*bf16": torch.bfloat16, "*fp32": torch.float32}
+    with Path(request["memory"]).open("r+b") as file:
+        memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+    values = []
+    for name, kind in request["signature"].items():
+        value = request["arguments"][name]
+        if kind in types:
+            # All a pointer's tensor is asked for is its type and its address.
+            value = memory[value : value + types[kind].itemsize].view(types[kind])
+        values.append(value)
+    triton_code.kernel_in(request)[tuple(request["grid"])](*values, **request["constants"])
