@@ -43,6 +43,7 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -120,27 +121,6 @@ def _draw(total: int, count: int, rng: np.random.Generator) -> list[int]:
     return sorted({*ends, *(int(i) for i in rest)})
 
 
-@dataclass(frozen=True)
-class _ExactTile:
-    """Reference values of a tile, independent of any output."""
-
-    out: Array
-    """(heads, rows, head_dim) float64; like `lse` and `seen`, on the device of the inputs."""
-    lse: Array
-    """(heads, rows) float64; 0 for rows that see no key."""
-    seen: Array
-    """(rows,) bool: whether the row sees any key."""
-    statistics: Mapping[str, Any]
-    """The `_STATISTICS` that are independent of the output, (heads, rows) float64 on the host."""
-
-
-_STATISTICS = (
-    "error_max", "error_squares", "lse_error",
-    "plain_max", "plain_squares", "out_max", "out_squares", "score_size", "lse", "plain_lse_error", "weight_norm",
-)  # fmt: skip
-"""Statistics per compared row; `score_size` is scale · |q| · max |k| / sqrt(head_dim)."""
-
-
 class Oracle:
     """Cache of the reference values of one problem, shared by the checks of several outputs.
 
@@ -208,15 +188,15 @@ def check(
     if wrong:
         return _verdict(wrong)
     pairs, rows = (sample.pairs, sample.rows) if sample else (reference.heads(problem), tuple(range(problem.q_len)))
-    statistics = {name: np.zeros((len(pairs), len(rows))) for name in _STATISTICS}
+    statistics: dict[str, Any] = defaultdict(lambda: np.zeros((len(pairs), len(rows))))
     for tile in reference.tiles(problem, pairs=pairs, rows=rows):
-        compute = partial(_exact_tile, q, k, v, tile, problem=problem, precision=precision, scale=scale, xp=xp)
-        exact = oracle.once((tile.pairs.start, tile.span.start, precision), compute)
-        for name, values in {**exact.statistics, **_errors(out, lse, tile, exact, against, xp)}.items():
+        compute = partial(_of_oracle, q, k, v, tile, problem=problem, precision=precision, scale=scale, xp=xp)
+        exact, known = oracle.once((tile.pairs.start, tile.span.start, precision), compute)
+        for name, values in {**known, **_errors((out, lse), tile, exact, against or (None, None), xp)}.items():
             statistics[name][tile.pairs, tile.span] = values
     if not np.isfinite(statistics["plain_max"]).all():
         raise InputError(f"wanted q and k whose scores fit {dtype}, got scores that overflow")
-    return _judge(statistics, problem, pairs, np.asarray(rows), precision, has_lse=lse is not None)
+    return _judge(dict(statistics), problem, pairs, np.asarray(rows), precision)
 
 
 def check_as_flash_attention(
@@ -360,7 +340,7 @@ def _to_host(x: Array) -> Any:
 # --- Comparison with the oracle ---------------------------------------------------------------------------------------
 
 
-def _exact_tile(
+def _of_oracle(
     q: Array,
     k: Array,
     v: Array,
@@ -370,7 +350,14 @@ def _exact_tile(
     precision: Precision,
     scale: float,
     xp: Any,
-) -> _ExactTile:
+) -> tuple[tuple[Array, Array], dict[str, Any]]:
+    """Compute what is independent of any output of a tile.
+
+    Returns:
+        Exact output (heads, rows, head_dim) and log-sum-exp (heads, rows), 0 for rows that see no key, float64 on the
+        device of the inputs; and statistics by name, (heads, rows) float64 on the host, of which `score_size` is
+        scale · |q| · max |k| / sqrt(head_dim).
+    """
     how: dict[str, Any] = {"scale": scale, "softcap": problem.softcap, "xp": xp}
     exact, exact_lse, weight_norm = reference.exact_tile(q, k, v, tile, **how)
     plain, plain_lse = reference.plain_tile(q, k, v, tile, **how, dtype=problem.dtype, precision=precision)
@@ -391,31 +378,31 @@ def _exact_tile(
         "plain_lse_error": xp.abs(xp.where(seen, plain_lse, 0) - lse),
         "weight_norm": weight_norm,
     }
-    return _ExactTile(exact, lse, seen, {name: _to_host(values) for name, values in statistics.items()})
+    return (exact, lse), {name: _to_host(values) for name, values in statistics.items()}
 
 
 def _errors(
-    out: Array,
-    lse: Array | None,
+    output: tuple[Array, Array | None],
     tile: reference.Tile,
-    exact: _ExactTile,
-    against: tuple[Array, Array | None] | None,
+    exact: tuple[Array, Array],
+    against: tuple[Array | None, Array | None],
     xp: Any,
 ) -> dict[str, Any]:
-    """Error statistics of an output against the oracle, or against another output."""
+    """Error statistics of an output and its log-sum-exp against the oracle, or against another output."""
+    seen = xp.asarray(tile.visible > 0)
 
     def of_tile(x: Array) -> Array:
-        return reference.to_float(reference.heads_of(x, tile.q_heads, xp, tile.rows), xp, xp.float64)
+        values = reference.to_float(reference.heads_of(x, tile.q_heads, xp, tile.rows), xp, xp.float64)
+        return values if values.ndim == 3 else xp.where(seen, values, 0)
 
-    target, target_lse = exact.out, exact.lse
-    if against is not None:
-        target = of_tile(against[0])
-        if against[1] is not None:
-            target_lse = xp.where(exact.seen, of_tile(against[1]), 0)
-    error = of_tile(out) - target
+    error: Any
+    error, lse_error = (
+        None if x is None else of_tile(x) - (oracles if other is None else of_tile(other))
+        for x, oracles, other in zip(output, exact, against, strict=True)
+    )
     errors = {"error_max": xp.abs(error).max(axis=2), "error_squares": (error * error).sum(axis=2)}
-    if lse is not None:
-        errors["lse_error"] = xp.abs(xp.where(exact.seen, of_tile(lse), 0) - target_lse)
+    if lse_error is not None:
+        errors["lse_error"] = xp.abs(lse_error)
     return {name: _to_host(values) for name, values in errors.items()}
 
 
@@ -425,8 +412,6 @@ def _judge(
     pairs: Sequence[tuple[int, int]],
     rows: Any,
     precision: Precision,
-    *,
-    has_lse: bool,
 ) -> Verdict:
     """Judge the statistics, (pairs, rows) each, of the compared `rows` of the (batch, head) `pairs`."""
     unit = _SUMMED_IN[problem.dtype] * UNIT_ROUNDOFF[problem.dtype]
@@ -453,7 +438,7 @@ def _judge(
         ("rms", "rms error", rms("error_squares"),
          _PLAIN_FACTOR * rms("plain_squares") + _RMS_SLACK * slack * rms("out_squares")),
     ]  # fmt: skip
-    if has_lse:
+    if "lse_error" in statistics:
         comparisons.append(("lse", "LSE error", most("lse_error"), lse_limit))
 
     numbers = {
