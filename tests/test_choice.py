@@ -459,7 +459,8 @@ def plainly(
     sms = found.sm_count / sm_count
 
     def distance(row: tuned.Row, sms: float = 1.0) -> float:
-        *apart, group = (abs(math.log2(ratio)) for ratio in tuned.ratios(problem, row, sms).values())
+        work_tiles, *others = tuned.ratios(problem, row).values()
+        *apart, group = (abs(math.log2(ratio)) for ratio in (work_tiles * sms, *others))
         return sum(apart) + 0.25 * group + (3 * (problem.mask != row.problem.mask) + (problem.dtype != row.dtype) / 2)
 
     def more_tiles(row: tuned.Row) -> float:

@@ -100,36 +100,20 @@ class Table:
             places.setdefault(_place(row), len(places))
         return places_by_head_dim
 
-    @cached_property
-    def _features(self) -> Mapping[int, Sequence[set[Any]]]:
-        """By head dim, the distinct values of each component of a place."""
-        return {head_dim: list(map(set, zip(*places, strict=True))) for head_dim, places in self._places.items()}
-
     @lru_cache(maxsize=64)  # noqa: B019 - tables live as long as the process
     def distances(self, problem: Problem, sms: float) -> Sequence[float]:
         """Distances of a problem from the places of its head dim, by place number: see the module.
 
         `sms`: the table's number of SMs divided by that of the problem's GPU.
         """
-        places = self._places.get(problem.head_dim)
-        if not places:
-            return ()
-
-        def apart(mine: float, others: Iterable[float]) -> dict[float, float]:
-            return {other: abs(math.log2(mine / other)) for other in others}
-
-        of_tiles, _, q_lens, kv_lens, groups, *_ = self._features[problem.head_dim]
-        q_len, kv_len = apart(problem.q_len, q_lens), apart(problem.kv_len, kv_lens)
-        group = apart(problem.q_heads / problem.kv_heads, groups)
-        mine = {tile: tiles(problem, tile) for tile in of_tiles}
-        return [
-            abs(math.log2(mine[tile] / work_tiles * sms))
-            + kv_len[keys]
-            + q_len[queries]
-            + _GROUP_WEIGHT * group[heads]
-            + (_OTHER_MASK * (mask != problem.mask) + _OTHER_DTYPE * (dtype != problem.dtype))
-            for tile, work_tiles, queries, keys, heads, mask, dtype in places
-        ]
+        log2 = math.log2
+        distances = []
+        for tile, others, mask, dtype in self._places.get(problem.head_dim, ()):
+            ratios = [mine / other for mine, other in zip(_sizes(problem, tile), others, strict=True)]
+            sizes = abs(log2(ratios[0] * sms)) + abs(log2(ratios[1])) + abs(log2(ratios[2]))
+            kinds = _OTHER_MASK * (mask != problem.mask) + _OTHER_DTYPE * (dtype != problem.dtype)
+            distances.append(sizes + _GROUP_WEIGHT * abs(log2(ratios[3])) + kinds)
+        return distances
 
     @cached_property
     def _by_stage(self) -> Mapping[tuple[str, int], Sequence[tuple[int, int, Row]]]:
@@ -165,9 +149,9 @@ def fits(name: str, parameters: Mapping[str, int]) -> bool:
 
 
 def _place(row: Row) -> tuple[Any, ...]:
-    """The components of a distance: tile, work tiles, q_len, kv_len, query heads per K/V head, mask, dtype."""
-    of, tile = row.problem, tile_of(row)
-    return (tile, tiles(of, tile), of.q_len, of.kv_len, of.q_heads / of.kv_heads, of.mask, of.dtype)
+    """What a distance depends on: tile, `_sizes`, mask and dtype."""
+    tile = tile_of(row)
+    return tile, _sizes(row.problem, tile), row.mask, row.dtype
 
 
 class Choice(NamedTuple):
@@ -286,6 +270,11 @@ def tiles(problem: Problem, tile: Tile) -> int:
     return problem.batch * heads * -(-rows // tile.rows)
 
 
+def _sizes(problem: Problem, tile: Tile) -> tuple[float, ...]:
+    """Work tiles, kv_len, q_len and query heads per K/V head of a problem."""
+    return tiles(problem, tile), problem.kv_len, problem.q_len, problem.q_heads / problem.kv_heads
+
+
 def _busiest(problem: Problem, row: Row, sm_count: int) -> float:
     """Work of the busiest SM, by the code of a row: waves · keys."""
     tile = tile_of(row)
@@ -297,18 +286,11 @@ def _busiest(problem: Problem, row: Row, sm_count: int) -> float:
     return waves * problem.visible_scores / problem.q_len
 
 
-def ratios(problem: Problem, row: Row, sms: float = 1.0) -> dict[str, float]:
-    """Ratios of the sizes of a problem to those of a row, by name; `GQA ratio` is query heads per K/V head.
-
-    `sms`: the row's number of SMs divided by that of the problem's GPU.
-    """
-    other, tile = row.problem, tile_of(row)
-    return {
-        "work tiles": tiles(problem, tile) / tiles(other, tile) * sms,
-        "kv_len": problem.kv_len / other.kv_len,
-        "q_len": problem.q_len / other.q_len,
-        "GQA ratio": (problem.q_heads / problem.kv_heads) / (other.q_heads / other.kv_heads),
-    }
+def ratios(problem: Problem, row: Row) -> dict[str, float]:
+    """Ratios of the sizes of a problem to those of a row, by name; `GQA ratio` is query heads per K/V head."""
+    mine, others = (_sizes(of, tile_of(row)) for of in (problem, row.problem))
+    names = ("work tiles", "kv_len", "q_len", "GQA ratio")
+    return {name: one / other for name, one, other in zip(names, mine, others, strict=True)}
 
 
 def _tuned_on(stage: Stage, problem: Problem, tables: Iterable[Table]) -> Row | None:
@@ -318,11 +300,12 @@ def _tuned_on(stage: Stage, problem: Problem, tables: Iterable[Table]) -> Row | 
     """
     decodes = stage.id in registry.DECODE
     tried: list[tuple[Any, ...]] = []
-    for number, of in enumerate(tables):
+    for number, of in enumerate(() if problem.features else tables):  # no row of a table has features
+        distances = of.distances(problem, 1.0)
         for place, position, row in of.rows_of(stage, problem.head_dim):
-            far = of.distances(problem, 1.0)[place]
+            far = distances[place]
             here = decodes and number == 0 and far == 0
-            if row.problem.features != problem.features or not (row.variants or here):
+            if not (row.variants or here):
                 continue
             if not decodes:
                 tried.append((far, number, position, row))
