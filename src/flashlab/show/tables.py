@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter as Tally
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -536,16 +536,11 @@ def against_inputs(against_peers: Iterable[contests.AgainstPeers], regime: Regim
     Raises:
         NoDataError: none was measured on inputs that are not normal.
     """
-    labels = {(problem.shape, problem.mask, problem.dtype): problem.label for problem in contests.MAIN}
     by_kind: dict[str, dict[str, contests.Contest]] = {}
-    partly: dict[tuple[str, str], tuple[str, ...]] = {}
     for held in against_peers:
-        label = labels.get((held.problem.shape, held.problem.mask, held.problem.dtype))
-        contest = held.burst if regime == "burst" else held.sustained
-        if contest and label:
-            by_kind.setdefault(held.problem.inputs, {})[label] = contest
-            if contest.left_out:
-                partly[held.problem.inputs, label] = contest.left_out
+        problem, contest = replace(held.problem, inputs=NORMAL), getattr(held, regime)
+        if contest and problem in contests.MAIN:
+            by_kind.setdefault(held.problem.inputs, {})[problem.label] = contest
     if not by_kind.keys() - {NORMAL}:
         raise NoDataError(
             f"No {regime} ratios on inputs that are not normal are on record for this GPU yet: "
@@ -566,17 +561,18 @@ def against_inputs(against_peers: Iterable[contests.AgainstPeers], regime: Regim
             contest = by_kind[kind].get(label)
             text = (_with_worst(contest) or "").replace(", ", ",<br>").replace(" on ", " on<br>")
             text = f"**{text}**" if contest and lowest(contest) < 1 else text
-            return f"{text} †" if (kind, label) in partly else text or None
+            return f"{text} †" if contest and contest.left_out else text or None
 
         return Column(" ".join(word for word in label.split() if word not in common), said)
 
-    first, *others = (label.split() for label in labels.values())
+    labels = [problem.label for problem in contests.MAIN]
+    first, *others = map(str.split, labels)
     common = [word for word in first if all(word in label for label in others)]
-    rows = table((Column(f"{' '.join(common)}, {regime}", code), *map(column, labels.values())), order)
+    rows = table((Column(f"{' '.join(common)}, {regime}", code), *map(column, labels)), order)
     said = f"{rows}\n{_stages_of(by_kind, order)}\n"
-    if partly:
-        every = sorted({name for names in partly.values() for name in names})
-        said += f"\n† The run left out {_titles(every)}, which may be faster, so the ratio may be too high.\n"
+    if left_out := {name for of_kind in by_kind.values() for contest in of_kind.values() for name in contest.left_out}:
+        names = _titles(sorted(left_out))
+        said += f"\n† The run left out {names}, which may be faster, so the ratio may be too high.\n"
     return said
 
 
