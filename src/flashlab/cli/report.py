@@ -12,7 +12,7 @@ import typer
 from flashlab.cli import options as opt
 from flashlab.cli.output import answer, as_json, live, say
 from flashlab.core.errors import NoGpuError, ReportError
-from flashlab.core.paths import BUILD, DATA, require_checkout, writable_dir
+from flashlab.core.paths import BUILD, DATA, alone, require_checkout, writable_dir
 
 Plan = Sequence[Mapping[str, Any]]
 """The result of `sweep.planned`."""
@@ -47,7 +47,6 @@ def report(
     The sets `quick` and `full` of notebooks/cells.toml list the measurements. An interrupted report resumes.
     """
     from flashlab.show import site
-    from flashlab.show.sweep import alone
 
     require_checkout("its notebooks and pages")
     chosen = ",".join(opt.stages_in(stages) or ())

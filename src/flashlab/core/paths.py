@@ -8,11 +8,15 @@ checkout.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import re
 import tempfile
+import time
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +66,29 @@ def writable_dir(path: Path, purpose: str) -> Path:
             "A folder under your home folder works."
         ) from error
     return path
+
+
+@contextlib.contextmanager
+def alone(path: Path) -> Iterator[int]:
+    """Lock a file for this process and the children it is passed to, released when the last of them ends.
+
+    Raises:
+        BlockingIOError: another process holds it.
+    """
+    with path.open("a+", encoding="utf-8") as file:
+        for patience in (2, 1, 0):  # Somebody may but look whether it is held.
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                file.seek(0)
+                if not patience:
+                    raise BlockingIOError(f"process {file.read().strip() or 'unknown'} runs it") from None
+                time.sleep(0.2)
+        file.truncate(0)
+        file.write(str(os.getpid()))
+        file.flush()
+        yield file.fileno()
 
 
 def table(module: str, name: str = "") -> dict[str, Any]:

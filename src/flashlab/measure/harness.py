@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -39,7 +38,7 @@ from typing import IO, Any, Literal, Self
 from flashlab.build.parallel import cores
 from flashlab.core import errors
 from flashlab.core.errors import FlashlabError, LaunchError
-from flashlab.core.paths import cache_dir, writable_dir
+from flashlab.core.paths import alone, cache_dir, writable_dir
 from flashlab.record import provenance, schema, store
 from flashlab.record.schema import Gpu, Machine
 from flashlab.run.gpu import GpuInfo
@@ -364,16 +363,12 @@ def gpu_lock(fingerprint: str) -> Iterator[None]:
         OutputError: the cache cannot be written.
     """
     folder = writable_dir(cache_dir(), "the compile cache (the environment variable FLASHLAB_CACHE names another)")
-    with (folder / f"gpu-{fingerprint}.lock").open("a+", encoding="utf-8") as file:
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.seek(0)
+            stack.enter_context(alone(folder / f"gpu-{fingerprint}.lock"))
+        except BlockingIOError as error:
             raise LaunchError(
-                f"wanted the GPU {fingerprint} for this measurement alone, got one that process "
-                f"{file.read().strip() or 'unknown'} of flashlab measures on. Try again once that has ended."
+                f"wanted the GPU {fingerprint} for this measurement alone, got another's: {error}. "
+                "Try again once that has ended."
             ) from None
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
         yield

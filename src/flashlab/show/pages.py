@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import difflib
 import gzip
-import hashlib
 import html
 import importlib
 import inspect
@@ -40,7 +39,7 @@ from flashlab.build import compiler, sass
 from flashlab.core.arithmetic import several
 from flashlab.core.errors import DamagedRecordError, MissingPackageError, NoDataError, ReportError
 from flashlab.core.inputs import KINDS, NORMAL, TRAINED
-from flashlab.core.paths import DATA, NOTEBOOKS, ROOT, writable_dir
+from flashlab.core.paths import DATA, NOTEBOOKS, ROOT, digest, writable_dir
 from flashlab.core.problem import AS_IN_A_MODEL, DTYPES, MASKS, Cache, Problem, Regime, suite
 from flashlab.kernels import peers, registry
 from flashlab.kernels.registry import Stage
@@ -961,8 +960,8 @@ def _downloads(out: Output, data: Path, gpu: str) -> None:
         _write_csv(folder / "samples.csv.xz", tables.SAMPLE_COLUMNS, tables.sample_lines(rows))
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             name = path.relative_to(out.root / "data").as_posix()
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            listed.append((f"[{name}](generated/data/{name})", f"{path.stat().st_size:,}", f"`{digest[:12]}…`"))
+            sha256 = digest(path.read_bytes())[:12]
+            listed.append((f"[{name}](generated/data/{name})", f"{path.stat().st_size:,}", f"`{sha256}…`"))
     files = tables.unsearched(markdown(("file", "bytes", "sha256"), listed))
     out.snippet("downloads.md", files if listed else NOTHING_YET)
     lacking = "\n".join(f"`{shown.gpu}`\n\n{coverage.table(shown.gpu, data)}" for shown in everything)

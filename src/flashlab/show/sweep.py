@@ -11,8 +11,6 @@ written to data/ row by row, so an interrupted cell resumes (`bench.run`).
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import hashlib
 import itertools
 import json
 import os
@@ -40,7 +38,7 @@ from flashlab.build import sources
 from flashlab.core.environment import environment
 from flashlab.core.errors import MissingPackageError, NoGpuError, ParameterError, ReportError
 from flashlab.core.facts import Facts
-from flashlab.core.paths import BUILD, DATA, KERNELS, NOTEBOOKS, ROOT, writable_dir
+from flashlab.core.paths import BUILD, DATA, KERNELS, NOTEBOOKS, ROOT, alone, digest, writable_dir
 from flashlab.kernels import registry
 from flashlab.record import provenance, store, upload
 from flashlab.run import gpu as gpus
@@ -211,7 +209,7 @@ class Cell(Facts):
     def id(self) -> str:
         """A folder name, independent of the code."""
         key = json.dumps([self.notebook.stem, self.gpu, sorted(self.parameters.items())])
-        return "-".join(filter(None, (self.notebook.stem, self.gpu, hashlib.sha256(key.encode()).hexdigest()[:8])))
+        return "-".join(filter(None, (self.notebook.stem, self.gpu, digest(key.encode())[:8])))
 
     @property
     def label(self) -> str:
@@ -281,8 +279,7 @@ def cell(notebook: Path, gpu: str, parameters: Mapping[str, str], *, minutes: fl
         parameters=parameters,
         minutes=minutes,
         digests={
-            name: hashlib.sha256(__version__.encode() if path is None else path.read_bytes()).hexdigest()
-            for name, path in files.items()
+            name: digest(__version__.encode() if path is None else path.read_bytes()) for name, path in files.items()
         },
     )
 
@@ -330,8 +327,9 @@ def state(cell: Cell, folder: Path, data: Path = DATA) -> State:
     its records are still in `data`.
     """
     name = cell.notebook.stem
+    lock = folder / f"{name}.lock"
     try:
-        with alone(folder / f"{name}.lock", make=False):
+        with alone(lock) if lock.is_file() else contextlib.nullcontext():
             pass
     except BlockingIOError as error:
         return State(state="running", why=_progress(folder)[0] or str(error))
@@ -355,33 +353,6 @@ def state(cell: Cell, folder: Path, data: Path = DATA) -> State:
     if changed:
         why = f"changed since it ran: {', '.join(changed)}"
     return State(state="left" if why else "done", why=why, seconds=ran.seconds)
-
-
-@contextlib.contextmanager
-def alone(path: Path, *, make: bool = True) -> Iterator[int]:
-    """Lock a file for this process and the children it is passed to, released when the last of them ends.
-
-    Raises:
-        BlockingIOError: another process holds it.
-    """
-    if not make and not path.is_file():
-        yield -1
-        return
-    with path.open("a+", encoding="utf-8") as file:
-        for patience in (2, 1, 0) if make else (0,):  # Somebody may but look whether it is held.
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError:
-                file.seek(0)
-                if not patience:
-                    raise BlockingIOError(f"process {file.read().strip() or 'unknown'} runs it") from None
-                time.sleep(0.2)
-        if make:
-            file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
-        yield file.fileno()
 
 
 def run_cell(

@@ -9,7 +9,6 @@ compare({"as it is": before, "edited": after})
 from __future__ import annotations
 
 import difflib
-import hashlib
 from collections import Counter as Tally
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ from flashlab.core.errors import (
     OutputError,
     ParameterError,
 )
-from flashlab.core.paths import BUILD, ROOT, writable_dir
+from flashlab.core.paths import BUILD, ROOT, digest, writable_dir
 from flashlab.core.paths import table as facts_in
 from flashlab.core.problem import Problem
 from flashlab.kernels import registry
@@ -115,8 +114,7 @@ def edited(stage_id: str, old: str, new: str) -> Path:
             f"which occurs {count} times{where}"
         )
     text = text.replace(old, new)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    path = writable_dir(EDITS, "edited kernels") / f"{original.stem}-{digest}{original.suffix}"
+    path = writable_dir(EDITS, "edited kernels") / f"{original.stem}-{digest(text.encode())[:8]}{original.suffix}"
     store.write_at_once(path, text)  # another notebook may be compiling the file
     return path
 
