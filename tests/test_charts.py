@@ -53,7 +53,7 @@ def _profiles(shown: Results) -> list[StageProfile]:
 
 CHARTS: dict[str, Callable[[Results], Chart]] = {
     "ladder": lambda r: charts.ladder(r.rows()),
-    "climb": lambda r: charts.climb(r.rows(), shares={"00_naive": 1.0}, records=r.records),
+    "climb": lambda r: charts.climb(r.rows(), records=r.records),
     "waterfall": lambda r: charts.waterfall(r.rows()),
     "scaling": lambda r: charts.scaling(r, mask="full"),
     "lengths": lambda r: charts.lengths(r, head_dim=64, mask="full"),

@@ -190,7 +190,7 @@ def test_stages_of_two_runs_are_compared_in_the_newest_run_that_timed_both(
     assert fastest is not None
     assert fastest.name == names[expected]
     drawn = charts.ladder(shown.rows(), records=shown.records)
-    climb = charts.climb(shown.rows(), shares={}, records=shown.records)
+    climb = charts.climb(shown.rows(), records=shown.records)
     assert f"The fastest stage, {fastest.name}, reaches" in drawn.alt
     higher = max(shown.rows(), key=lambda row: select.rate(row) or 0.0)
     note = tables.fastest_note(shown.rows(), shown.records)

@@ -494,7 +494,9 @@ def test_every_stage_has_its_newest_check_with_run_and_commit() -> None:
 
     lengths = {"00_naive": (line("20260102T030405Z-0123abc"), line("20260102T030405Z-0123abc", "wrong"))}
     drawn = {"05_wmma": (line("20260103T030405Z-89abcde"), line("20260103T030405Z-89abcde", "unsupported"))}
-    naive, wmma, none = tables.checks(lengths, drawn, ("00_naive", "05_wmma", "16_ones_column")).splitlines()[2:]
+    stages = ("00_naive", "05_wmma", "16_ones_column")
+    rows = [(name, lengths.get(name, ()), drawn.get(name, ())) for name in stages]
+    naive, wmma, none = tables.table(tables.CHECKS, rows).splitlines()[2:]
     assert f"1, such as `00_naive` at {FIRST.label}: made up" in naive
     assert re.search(r"\| 2 \| 1 \| 0 \| [^|]+ \| `20260102T030405Z-0123abc` \| – \|", naive)
     assert wmma.endswith("| 2 | 1 | 1 | 0 | `20260103T030405Z-89abcde` |")

@@ -27,7 +27,7 @@ from flashlab.kernels import peers, registry
 from flashlab.query import roofline as limits
 from flashlab.query import select
 from flashlab.query.compare import Comparison
-from flashlab.query.contests import Across, AgainstPeers, Contest
+from flashlab.query.contests import Across, AgainstPeers, Contest, percent_of_peak
 from flashlab.query.select import Results
 from flashlab.query.statistics import Estimate
 from flashlab.record.schema import Ceiling, Measurement, StageProfile, Verdict
@@ -497,13 +497,12 @@ _FRONT_LIBRARIES = 4
 """Number of the fastest libraries on the front page."""
 
 
-def climb(rows: Sequence[Measurement], *, shares: Mapping[str, float], records: Sequence[Measurement] = ()) -> Chart:
+def climb(rows: Sequence[Measurement], *, records: Sequence[Measurement] = ()) -> Chart:
     """The whole ladder and the fastest libraries at one problem, TFLOP/s as bars from 0, so that its top can be read.
 
-    The fastest stage is highlighted.
+    The fastest stage is highlighted. A rate is followed by its percentage of the tensor cores' peak, where known.
 
     Args:
-        shares: percent of the tensor cores' peak, by name; a row without one shows only its rate.
         records: as for `select.fastest_stage`.
 
     Raises:
@@ -522,7 +521,7 @@ def climb(rows: Sequence[Measurement], *, shares: Mapping[str, float], records: 
     def each(axes: Axes, y: float, row: Measurement, layout: Layout) -> None:
         colour = PEER if row.kind == "peer" else ACCENT if row.name == highlight else STAGE
         axes.barh(y, rates[row.name], height=0.62 if layout == "wide" else 0.42, color=colour)
-        share = shares.get(row.name)
+        share = percent_of_peak(row)
         words = number(rates[row.name]) + (f"  ({number(share, 2)} %)" if share else "")
         look = {"bbox": {"facecolor": PAPER, "pad": 0.6}, "weight": "bold" if row.name == highlight else "normal"}
         _text(axes, words, (rates[row.name], y), (5, 0), va="center", **look)
@@ -863,13 +862,6 @@ def mark(name: str) -> tuple[str, str]:
     return colours[colour], shapes[turn % len(shapes)]
 
 
-def shape_label(problem: Problem) -> str:
-    """A two-line axis label for a problem: batch, heads, length and head dim."""
-    heads = f"H{problem.q_heads}" if problem.q_heads == problem.kv_heads else f"H{problem.q_heads}/{problem.kv_heads}"
-    length = f"S{problem.q_len}" if problem.q_len == problem.kv_len else f"S{problem.q_len}/{problem.kv_len}"
-    return f"B{problem.batch} {heads}\n{length} D{problem.head_dim}"
-
-
 def _whence(
     shown: Results, problems: Iterable[Problem], drawn: Sequence[Measurement], *, each: str, regime: Regime = "burst"
 ) -> str:
@@ -937,7 +929,7 @@ def scaling(
             linewidths=1.5,
             linecolor=SURFACE,
             annot_kws={"size": 9 if layout == "wide" else 7.2},
-            xticklabels=[shape_label(problem) for problem in best],
+            xticklabels=[problem.sizes.replace(" S", "\nS", 1) for problem in best],
             yticklabels=[title_of(name) for name in kinds],
         )
         axes.axhline(list(kinds.values()).count("stage"), color=MUTED, linewidth=1)

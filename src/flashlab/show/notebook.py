@@ -167,7 +167,7 @@ class Lab:
         lengths, drawn = (select.newest_checks(self.gpu, self.data, kind, kinds) for kind in ("checks", "random"))
         if not lengths and not drawn:
             return f"*{NO_CHECKS}*" if self.results else NOTHING_YET
-        return tables.checks(lengths, drawn, self.stages)
+        return tables.table(tables.CHECKS, [(name, lengths.get(name, ()), drawn.get(name, ())) for name in self.stages])
 
     def check_here(self) -> trial.CpuCheck:
         """Check the chosen stages against the oracle on this CPU, in every warp order, with race detection.

@@ -345,8 +345,7 @@ def _front_page(out: Output, shown: Results, data: Path) -> None:
     contested = contests.against_peers(shown.gpu, data, tuple(KINDS))
     bursts = {held.problem: held.burst for held in contested if held.burst}
     try:
-        shares = {row.name: peak for row in rows if (peak := contests.percent_of_peak(row))}
-        chart = out.chart(charts.climb(rows, shares=shares, records=shown.records), "index.md")
+        chart = out.chart(charts.climb(rows, records=shown.records), "index.md")
     except NoDataError as error:
         chart = f'!!! note ""\n    {error}\n'
     out.snippet("front-chart.md", chart)

@@ -1221,18 +1221,7 @@ CHECK_RECORDS = (
 )
 """Contents of comparison files: for each a link and its lines."""
 CHECKS = (stage("0"), *_checked("hostile lengths", 1), *_checked("random shapes and strides", 2))
-
-
-def checks(
-    lengths: Mapping[str, select.Comparisons], drawn: Mapping[str, select.Comparisons], stages: Iterable[str]
-) -> str:
-    """The newest comparisons of each stage with the oracle, over hostile lengths and over random shapes and strides.
-
-    Args:
-        lengths, drawn: from `select.newest_checks`.
-        stages: one row each; dashes where nothing is on record.
-    """
-    return table(CHECKS, [(stage_id, lengths.get(stage_id, ()), drawn.get(stage_id, ())) for stage_id in stages])
+"""Newest comparisons of stages with the oracle: each id with its lines of both kinds (`select.newest_checks`)."""
 
 
 def sanitized(records: Sequence[Sanitized]) -> str:
