@@ -1371,17 +1371,6 @@ def _stage_points(
     return points
 
 
-def _spread_labels(points: Sequence[_Point], *, points_per_decade: float) -> list[tuple[_Point, float]]:
-    """Vertical shifts, in points, that keep the labels of neighbouring marks from covering each other."""
-    placed: list[tuple[_Point, float, float]] = []
-    for point in sorted(points, key=lambda p: p.tflops):
-        natural = math.log10(point.tflops) * points_per_decade
-        near = [at for other, at, _ in placed if abs(math.log10(other.intensity / point.intensity)) < 0.6]
-        position = max([natural, *(at + _LABEL_POINTS for at in near)])
-        placed.append((point, position, position - natural))
-    return [(point, shift) for point, _, shift in placed]
-
-
 def _draw_roofs(axes: Axes, roofs: Sequence[_Roof], left: float, right: float) -> None:
     """The ceilings between two intensities: slopes up to the highest flat one, flat ones from the steepest slope on."""
     top = max(roof.value for roof in roofs if not roof.is_slope)
@@ -1400,9 +1389,13 @@ def _draw_roofs(axes: Axes, roofs: Sequence[_Roof], left: float, right: float) -
 
 
 def _label_points(axes: Axes, layout: Layout, points: Sequence[_Point], *, points_per_decade: float) -> None:
-    """Label the marks without overlap."""
-    named = [point for point in points if point.label]
-    for point, shift in _spread_labels(named, points_per_decade=points_per_decade):
+    """Label the marks, each as far up as keeps it from the labels of neighbouring marks below."""
+    placed: list[tuple[_Point, float]] = []
+    for point in sorted((point for point in points if point.label), key=lambda point: point.tflops):
+        natural = math.log10(point.tflops) * points_per_decade
+        near = [at for other, at in placed if abs(math.log10(other.intensity / point.intensity)) < 0.6]
+        placed.append((point, max([natural, *(at + _LABEL_POINTS for at in near)])))
+        shift = placed[-1][1] - natural
         # Towards the side where no other mark's label begins.
         leftwards = any(0.1 < math.log10(other.intensity / point.intensity) < 0.58 for other in points)
         _text(
