@@ -45,14 +45,9 @@ def key_lines(stage: Stage) -> str:
 
 def drawings_of(stage: Stage) -> list[Callable[[], charts.Chart]]:
     """The drawings in a rung's section of the journey, in its order."""
-    names_by_rung: dict[str, list[str]] = {}
-    rung = ""
-    for kind, name in re.findall(r'"journey/(?:(drawing)-)?(\w+)\.md(?::heading)?"', (SITE / PAGE).read_text("utf-8")):
-        if kind:
-            names_by_rung.setdefault(rung, []).append(name)
-        elif name in registry.STAGES:
-            rung = name
-    return [drawings.DRAWINGS[name] for name in names_by_rung.get(stage.id, ())]
+    parts = re.split(r'"journey/(\w+)\.md:heading"', (SITE / PAGE).read_text("utf-8"))
+    section = dict(zip(parts[1::2], parts[2::2], strict=True)).get(stage.id, "")
+    return [drawings.DRAWINGS[name] for name in re.findall(r'"journey/drawing-(\w+)\.md"', section)]
 
 
 # --- What was measured ------------------------------------------------------------------------------------------------
