@@ -124,9 +124,9 @@ def test_registers_are_dealt_anew(stage: Stage, whole: bool) -> None:
 
 @tiers
 @pytest.mark.parametrize("stage", OVERLAPPING, ids=lambda stage: stage.id)
-def test_a_product_may_run_on_during_the_softmax(stage: Stage, whole: bool) -> None:
-    """One wait leaves it under way. How many exponentials stand before the next wait is the assembler's choice, because
-    waits name no registers."""
+def test_the_pv_gemm_overlaps_the_softmax(stage: Stage, whole: bool) -> None:
+    """One wait leaves it in flight. What stands before the next wait is ptxas's choice, because waits name no
+    registers; ahead of a maximum over all scores, the wait would leave the GEMM nothing to overlap."""
     for job in chosen(stage, whole):
         mask: Mask = "causal" if job.causal else "full"
         problem = Problem.parse(f"16x16x2048x{job.head_dim}", mask=mask, dtype=job.dtype)
@@ -137,15 +137,13 @@ def test_a_product_may_run_on_during_the_softmax(stage: Stage, whole: bool) -> N
             for i, instruction in enumerate(instructions)
             if instruction.opcode.startswith("WARPGROUP.DEPBAR")
         ]
-        spans = [
-            sum(instruction.opcode == "MUFU.EX2" for instruction in instructions[first:last])
-            for (first, leaves_one), (last, _) in itertools.pairwise(waits)
-            if leaves_one
-        ]
-        assert len(spans) == 1
+        ((first, last),) = ((first, last) for (first, leaves_one), (last, _) in itertools.pairwise(waits) if leaves_one)
+        opcodes = [instruction.opcode.split(".")[0] for instruction in instructions[first:last]]
         scores = built.parameters["TILE_KV"] // 2  # a thread's
         if stage in SPECULATIVE:
-            assert 0 < spans[0] < scores
+            assert 0 < opcodes.count("MUFU") < scores
+        else:
+            assert opcodes.count("FMNMX") >= scores
 
 
 @pytest.mark.parametrize(

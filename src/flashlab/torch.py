@@ -47,10 +47,6 @@ _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q")
 _PACK = f"{', '.join(_PACKED)}, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them"
 
 
-_OPTIONS = ("causal", "scale", "stage", "window", "softcap")
-"""Options of every operator, in order, after its inputs."""
-
-
 def _plain(q: Any, k: Any, v: Any) -> bool:
     """Return whether the tensors hold data and nothing in the dispatcher (functorch, fake tensors, modes) is active."""
     plain = type(q) is type(k) is type(v) is torch.Tensor and not q.is_meta
@@ -63,22 +59,17 @@ def _out(q: Any) -> Any:
     return None if q.is_contiguous() or q.stride(-1) != 1 else torch.empty_like(q)
 
 
-def _define(name: str, call: Callable[..., Any], inputs: str, *, causal: bool, dims: str, return_lse: bool) -> None:
-    """Register an operator that calls `call` with its `inputs`, given as a schema, and the options.
+def _define(name: str, forward: Callable[..., Any], inputs: str, *, causal: bool, dims: str, return_lse: bool) -> None:
+    """Register an operator that calls `forward` with its `inputs`, given as a schema, and the options by position.
 
-    While tracing, the first three inputs are validated; `dims` names their dimensions.
+    torch leaves out options at the end that have their default. While tracing, the first three inputs are validated;
+    `dims` names their dimensions.
     """
     names = [parameter.split()[-1] for parameter in inputs.split(", ")]
 
-    def forward(*args: Any) -> Any:
-        how = dict(zip(_OPTIONS, args[len(names) :], strict=False))  # torch leaves out options that have their default
-        if how.get("window") is not None:
-            how["window"] = tuple(how["window"])
-        return call(*args[: len(names)], **how, out=_out(args[0]))
-
     def autograd(*args: Any) -> Any:
         # Only here do the wrappers of torch.func still require a gradient. Plain tensors skip the second pass through
-        # the dispatcher: `call` refuses their gradients.
+        # the dispatcher: `forward` refuses their gradients.
         if _plain(*args[:3]):
             return forward(*args)
         arrays.refuse_gradients(**dict(zip(names, args, strict=False)))
@@ -108,18 +99,52 @@ def _define(name: str, call: Callable[..., Any], inputs: str, *, causal: bool, d
     torch.library.register_fake(f"{NAME}::{name}", fake, lib=_library)
 
 
-def _varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, **how: Any) -> Any:
+def _attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    causal: bool = False,
+    scale: float | None = None,
+    stage: str | None = None,
+    window: Any = None,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+) -> Any:
+    return run.attention(  # every option by its name: a dict of them costs the host a microsecond
+        q,
+        k,
+        v,
+        causal=causal,
+        window=tuple(window) if isinstance(window, list) else window,
+        softcap=softcap,
+        scale=scale,
+        stage=stage,
+        out=_out(q),
+        return_lse=return_lse,
+    )
+
+
+def _named(options: tuple[Any, ...]) -> dict[str, Any]:
+    how = dict(zip(("causal", "scale", "stage", "window", "softcap"), options, strict=False))
+    return how if how.get("window") is None else {**how, "window": tuple(how["window"])}
+
+
+def _paged(q: Any, k_cache: Any, v_cache: Any, page_table: Any, lengths: Any, *options: Any) -> Any:
+    return paged.paged_attention(q, k_cache, v_cache, page_table, lengths, **_named(options), out=_out(q))
+
+
+def _varlen(q: Any, k: Any, v: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: int, *options: Any) -> Any:
     lengths: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q}
-    return varlen.varlen_attention(q, k, v, **lengths, **how, return_lse=True)
+    return varlen.varlen_attention(q, k, v, **lengths, **_named(options), out=_out(q), return_lse=True)
 
 
 # Not `torch.library.custom_op`, whose Python overhead exceeds the rest of a call.
 _library = torch.library.Library(NAME, "DEF")
 _PADDED, _INPUTS = "(batch, heads, length, head_dim)", "Tensor q, Tensor k, Tensor v"
-_define("attention", run.attention, _INPUTS, causal=False, dims=_PADDED, return_lse=False)
+_define("attention", _attention, _INPUTS, causal=False, dims=_PADDED, return_lse=False)
 _define(
     "attention_lse",
-    functools.partial(run.attention, return_lse=True),
+    functools.partial(_attention, return_lse=True),
     _INPUTS,
     causal=False,
     dims=_PADDED,
@@ -127,7 +152,7 @@ _define(
 )
 _define(
     "paged_attention",
-    paged.paged_attention,
+    _paged,
     "Tensor q, Tensor k_cache, Tensor v_cache, Tensor page_table, Tensor lengths",
     causal=True,
     dims="(batch or pages, heads, length, head_dim)",
@@ -180,18 +205,7 @@ def attention(
     observed = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     observed = observed or torch._C._autograd._profiler_enabled() or torch._C._len_torch_function_stack()
     if not observed and _plain(q, k, v):
-        return run.attention(  # options by name: a dict of them costs a microsecond
-            q,
-            k,
-            v,
-            causal=causal,
-            window=window,
-            softcap=softcap,
-            scale=scale,
-            stage=stage,
-            out=_out(q),
-            return_lse=return_lse,
-        )
+        return _attention(q, k, v, causal, scale, stage, window, softcap, return_lse=return_lse)
     check_flags(causal=causal, return_lse=return_lse)
     for name, array in (("q", q), ("k", k), ("v", v)):
         if not isinstance(array, torch.Tensor):
