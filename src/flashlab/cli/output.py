@@ -169,9 +169,9 @@ def following(what: str, *, lines: bool = True) -> Iterator[Follow]:
         task = progress.add_task(what, total=None)
 
         def step(done: int, of: int, text: str) -> None:
-            progress.update(task, completed=done, total=of, description=text)
+            progress.update(task, completed=done, total=of or None, description=text)
             if lines and progress.disable:
-                say(f"[{done}/{of}] {text}")
+                say(f"[{done}/{of or '?'}] {text}")
 
         yield step
 

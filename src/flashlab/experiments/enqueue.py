@@ -125,11 +125,9 @@ def calls(torch: Any, problem: Problem, q: Any, k: Any, v: Any) -> dict[str, Cal
     if problem.q_len == 1:
         pages = -(-problem.kv_len // _PAGE_SIZE)
         place: Any = {"dtype": torch.int32, "device": q.device}
-        table = torch.randperm(problem.batch * pages, **place).view(problem.batch, pages)
-        cache = torch.randn(
-            table.numel(), problem.kv_heads, _PAGE_SIZE, problem.head_dim, dtype=q.dtype, device=q.device
-        )
-        paged = (q, cache, cache.flip(0), table, torch.full((problem.batch,), problem.kv_len, **place))
+        page_table = torch.randperm(problem.batch * pages, **place).view(problem.batch, pages)
+        cache = q.new_empty(page_table.numel(), problem.kv_heads, _PAGE_SIZE, problem.head_dim).normal_()
+        paged = (q, cache, cache.flip(0), page_table, torch.full((problem.batch,), problem.kv_len, **place))
         functions["flashlab.paged_attention"] = lambda: paged_attention(*paged)
         functions["torch.ops.flashlab.paged_attention"] = lambda: operators.paged_attention.default(*paged)
     sdpa = torch.nn.functional.scaled_dot_product_attention

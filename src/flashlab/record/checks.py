@@ -37,6 +37,7 @@ def _of_format_3(said: Any) -> Any:
 
 
 RecordedVerdict = Annotated[Verdict | None, BeforeValidator(_of_format_3)]
+"""A verdict as a line has it; format 3 has lists of its errors and limits."""
 
 
 class Fallbacks(NamedTuple):
