@@ -361,6 +361,39 @@ def test_a_state_that_a_run_left_out_is_filled_in_from_its_session(tmp_path: Pat
     assert select.run_files([naive, coalesced]) == tuple(f"{GPU}/runs/{run}.jsonl" for run in (first, second))
 
 
+@pytest.mark.parametrize(("seconds", "shown"), [(0.5, 150.0), (1.5, 170.0), (None, 170.0)])
+def test_too_short_sustained_load_is_not_shown(tmp_path: Path, seconds: float | None, shown: float) -> None:
+    """Half a second after another kernel the clock is still on its way to what the power limit allows."""
+    first, second = "20260102T030000Z-0123abc", "20260102T033000Z-0123abc"
+    _write(tmp_path, first, _timed("00_naive", FIRST, first, 300.0, sustained=150.0))
+    short = _timed("00_naive", FIRST, second, 300.0, sustained=170.0)
+    burst, sustained = short.samples
+    taken = (burst, sustained.model_copy(update={"continuous_s": seconds}))
+    _write(tmp_path, second, short.model_copy(update={"samples": taken}))
+    (row,) = select.load(GPU, tmp_path).rows(FIRST)
+    samples = row.samples_of("sustained")
+    assert samples is not None
+    assert samples.median_us == shown
+    assert len(row.settled) == 2
+
+
+def test_layers_under_sustained_load_add_up() -> None:
+    """They follow one another without a pause, so that a layer's own share may be short."""
+    row = _timed("00_naive", FIRST, "20260102T030000Z-0123abc", 300.0, sustained=150.0)
+
+    def of_layers(count: int) -> schema.Measurement:
+        layers = [
+            samples.model_copy(update={"layer": layer, **({"continuous_s": 0.4} if samples.regime != "burst" else {})})
+            for layer in range(count)
+            for samples in row.samples
+        ]
+        return row.model_copy(update={"samples": tuple(layers)})
+
+    assert of_layers(4).samples_of("sustained") is not None
+    assert of_layers(3).samples_of("sustained") is None
+    assert of_layers(3).samples_of() is not None
+
+
 def test_other_sessions_add_libraries(tmp_path: Path) -> None:
     """Else a percentage of the fastest library leaves out one that was measured since."""
     earliest, shown, later = "20260101T030000Z-0000abc", "20260102T030000Z-0123abc", "20260103T030000Z-4567def"

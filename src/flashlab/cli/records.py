@@ -97,7 +97,7 @@ def results(
     rows = _rows(name, data, {**conditions, **opt.features(window, softcap)}, kinds, what)
     state: tuple[Regime, Cache] = (regime or "burst", cache or "hot")
     if (regime or cache) and not any(row.samples_of(*state) for row in rows):
-        states = sorted({(samples.regime, samples.cache) for row in rows for samples in row.samples})
+        states = sorted({(samples.regime, samples.cache) for row in rows for samples in row.settled})
         works = "; ".join("--regime {} --cache {}".format(*known) for known in states)
         raise NoDataError(
             f"wanted times with --regime {state[0]} --cache {state[1]}, found none in these rows. "

@@ -21,8 +21,9 @@ One sample:
   power limit would reduce the clock within it.
 - Cold samples have one call; hot ones find the data of the previous call in L2.
 
-The regime `sustained` calls back to back for seconds and runs into the power limit. The first fifth is not counted: it
-brings the chip to the steady state of the implementation. Nothing here changes clocks or power settings.
+The regime `sustained` calls back to back for seconds and runs into the power limit. The first second, or half of a
+shorter measurement, is not counted: it brings the chip to the steady state of the implementation. Nothing here changes
+clocks or power settings.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ FULL_CLOCK = 0.99
 """A sample was throttled if its clock is below this share of the highest clock seen."""
 _GAP_FACTORS = (1, 4, 16)
 """Multiples of the gap to try, in order, if the clock is throttled."""
-WARM_UP_SHARE = 0.2
-"""Initial share of a sustained measurement that is not counted."""
+_WARM_UP_S = 1.0
+"""Initial seconds of a sustained measurement that are not counted, or half of a shorter one."""
 
 
 class MicroParams(ctypes.Structure):
@@ -282,9 +283,10 @@ class Timer:
     def sustained(self, run: Run, *, seconds: float, call_us: float) -> Samples:
         """Call back to back for at least `seconds`, in chunks of about 50 ms, which are the samples.
 
-        The first fifth brings the chip to its steady state and is not counted. `call_us` is the approximate call time.
+        The first second, or half of a shorter measurement, brings the chip to its steady state and is not counted.
+        `call_us` is the approximate call time.
         """
-        backend = self._backend
+        backend, warm_up_s = self._backend, min(_WARM_UP_S, seconds / 2)
         calls = max(1, round(CHUNK_S * 1e6 / call_us))
         readings: list[Reading] = []
         with _watching(backend) as states:
@@ -304,7 +306,7 @@ class Timer:
                     counted += calls
                     if passed >= seconds:
                         break
-                elif passed >= WARM_UP_SHARE * seconds:
+                elif passed >= warm_up_s:
                     counting = True
                     states.clear()
                     began_j = backend.energy_j()

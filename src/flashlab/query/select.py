@@ -233,7 +233,7 @@ def _merged(
 
     def rank(run: str) -> tuple[bool, int, int, int, str]:
         of_run = runs[run]
-        states = {(samples.regime, samples.cache) for row in of_run.values() for samples in row.samples}
+        states = {(samples.regime, samples.cache) for row in of_run.values() for samples in row.settled}
         return run == first, len(_tried(of_run, registry.STAGES)), len(_tried(of_run, covers)), len(states), run
 
     by_name: dict[str, Measurement] = {}
@@ -286,12 +286,12 @@ def _fill(by_name: dict[str, Measurement], others: Iterable[Mapping[str, Measure
 
 def _filled(ours: Measurement, theirs: Measurement) -> Measurement:
     """`ours` with the samples of `theirs` in states that it has none of, where both are of the same code."""
-    states = {(samples.regime, samples.cache) for samples in ours.samples}
-    more = tuple(samples for samples in theirs.samples if (samples.regime, samples.cache) not in states)
+    states = {(samples.regime, samples.cache) for samples in ours.settled}
+    more = tuple(samples for samples in theirs.settled if (samples.regime, samples.cache) not in states)
     if not ours.samples or not more or not same_code(ours, theirs):
         return ours
     added = {f"{extra.regime} {extra.cache}": origin(theirs, extra.regime, extra.cache) for extra in more}
-    fields = {name: getattr(ours, name) for name in Measurement.model_fields} | {"samples": (*ours.samples, *more)}
+    fields = {name: getattr(ours, name) for name in Measurement.model_fields} | {"samples": (*ours.settled, *more)}
     return Filled(**fields, origins={**(ours.origins if isinstance(ours, Filled) else {}), **added})
 
 

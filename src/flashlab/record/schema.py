@@ -31,6 +31,9 @@ from flashlab.core.problem import FEATURES, Cache, DType, Mask, Problem, Regime
 SCHEMA_VERSION: Literal[2] = 2
 """Version of new records. Version 1, which is also read, lacks `call_clock_mhz`, `cycles_per_score`, `continuous_s` and
 `power_w_mean`."""
+STEADY_S = 1.5
+"""Shortest sustained load that is shown, in seconds of uninterrupted work. In shorter ones the clock is still changing:
+see the page about measuring."""
 RUN = r"^[0-9]{8}T[0-9]{6}Z-(?P<commit>[0-9a-f]{7,})(?P<dirty>-dirty)?(-[0-9a-f]{6})?$"
 """Pattern of a run's id: see `run_id`."""
 
@@ -328,13 +331,22 @@ class Timed(Base):
                     )
         return self
 
+    @property
+    def settled(self) -> tuple[Samples, ...]:
+        """All samples but those under sustained load for less than `STEADY_S`, all layers together."""
+        # Version 1 did not record the duration, which was five seconds.
+        long = [STEADY_S if s.continuous_s is None else s.continuous_s for s in self.samples if s.regime == "sustained"]
+        if not long or sum(long) >= STEADY_S:
+            return self.samples
+        return tuple(s for s in self.samples if s.regime != "sustained")
+
     def samples_of(self, regime: Regime = "burst", cache: Cache = "hot") -> Samples | None:
-        """The samples in that regime and cache state; None if none were taken.
+        """The settled samples in that regime and cache state; None if there are none.
 
         With `trained` inputs, the median sample of each layer, in the order of layers, so that the median time is the
         median over layers and the largest is that of the worst.
         """
-        of_state = [s for s in self.samples if s.regime == regime and s.cache == cache]
+        of_state = [s for s in self.settled if s.regime == regime and s.cache == cache]
         return _over_layers(of_state) if of_state and of_state[0].layer is not None else next(iter(of_state), None)
 
 
