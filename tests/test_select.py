@@ -16,7 +16,7 @@ from flashlab.query import contests, select
 from flashlab.query.rows import sessions
 from flashlab.record import schema, store
 from flashlab.record.checks import CheckRow
-from flashlab.show import charts, tables
+from flashlab.show import charts, explorer, tables
 
 FIRST = Problem.parse(FIRST_SHAPE)
 GPU = "nvidia-h200"
@@ -368,13 +368,17 @@ def test_too_short_sustained_load_is_not_shown(tmp_path: Path, seconds: float | 
     _write(tmp_path, first, _timed("00_naive", FIRST, first, 300.0, sustained=150.0))
     short = _timed("00_naive", FIRST, second, 300.0, sustained=170.0)
     burst, sustained = short.samples
-    taken = (burst, sustained.model_copy(update={"continuous_s": seconds}))
-    _write(tmp_path, second, short.model_copy(update={"samples": taken}))
+    short = short.model_copy(update={"samples": (burst, sustained.model_copy(update={"continuous_s": seconds}))})
+    _write(tmp_path, second, short)
     (row,) = select.load(GPU, tmp_path).rows(FIRST)
     samples = row.samples_of("sustained")
     assert samples is not None
     assert samples.median_us == shown
     assert len(row.settled) == 2
+    states = {line["state"] for line in explorer.lines(GPU, tmp_path) if line["run"] == second}
+    assert ("sustained" in states) == (seconds != 0.5)
+    lines = [line for line in tables.measurement_lines([short]) if line["regime"] == "sustained"]
+    assert [line["median_us"] for line in lines] == [170.0]  # what is on record can be downloaded all the same
 
 
 def test_layers_under_sustained_load_add_up() -> None:

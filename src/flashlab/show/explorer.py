@@ -28,7 +28,7 @@ _WORDS = ("gpu", "run", "kind", "name", "shape", "dtype", "mask", "inputs", "sta
 
 def states(record: Timed) -> dict[tuple[Regime, Cache], None]:
     """The states in which a record has a time."""
-    return dict.fromkeys((sample.regime, sample.cache) for sample in record.samples)
+    return dict.fromkeys((sample.regime, sample.cache) for sample in record.settled)
 
 
 def lines(gpu: str, data: Path = DATA) -> list[dict[str, Any]]:

@@ -1264,8 +1264,8 @@ def _in_each_state(row: Measurement) -> Iterator[tuple[dict[str, object], Sample
     every |= {"time": row.time, "gpu": row.gpu.name, "gpu_fingerprint": row.gpu.fingerprint}
     every["cubin_sha256"] = row.cubin.sha256 if row.cubin else None
     for taken in row.samples:
-        # On its own: headline numbers leave out layers of trained inputs.
-        alone = row.model_copy(update={"samples": (taken.model_copy(update={"layer": None}),)})
+        # On its own: headline numbers leave out layers of trained inputs, and too short sustained load.
+        alone = row.model_copy(update={"samples": (taken.model_copy(update={"layer": None, "continuous_s": None}),)})
         more = {"layer": taken.layer, "calls": taken.calls}
         yield every | headline(alone, taken.regime, taken.cache) | more, taken
     if not row.samples:
