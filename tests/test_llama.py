@@ -86,6 +86,11 @@ def test_the_page_has_tokens_a_second_and_attentions_share(tmp_path: Path) -> No
     assert first["usd_per_million"] == pytest.approx(llama.USD_PER_GPU_HOUR / 3600 * 0.05 / 2048 * 1e6)
     assert decoded[0]["tokens_per_s"] == pytest.approx(8 * 4 / 0.2)
     assert decoded[0]["attention_share"] is None
+    # Of a step that the host limits, the samples do not tell how long attention takes.
+    slow = [
+        _record(name, "decode", 0.4, time_s=times) for name, times in (("sdpa", (0.3, 0.5)), ("nothing", (0.5, 0.4)))
+    ]
+    assert [one["attention_share"] for one in llama.shown(slow)] == [None]
     path = tmp_path / "nvidia-h200" / "models" / f"{records[0].run}.jsonl"
     path.parent.mkdir(parents=True)
     for record in records:

@@ -30,6 +30,7 @@ from flashlab.measure.cells import GpuWorker, need, record_rows
 from flashlab.measure.harness import Message, serve
 from flashlab.measure.options import Options
 from flashlab.query import select
+from flashlab.query.statistics import interval, ratio_of_medians
 from flashlab.record import store
 from flashlab.record.schema import ModelRun
 from flashlab.show.tables import Column, code, number, table
@@ -273,17 +274,20 @@ def shown(records: Sequence[ModelRun]) -> list[dict[str, Any]]:
     """The newest run's rows, prefill first, then by batch, the fastest first; `nothing` only as what is taken off.
 
     Each has its `record`, `tokens_per_s`, `attention_share` (of the time, what the model takes longer than with
-    `nothing`; None where that is not on record), `usd_per_million`, and whether that price is `assumed`.
+    `nothing`; None where that is not on record, or the 95 % interval includes 0), `usd_per_million`, and whether that
+    price is `assumed`.
     """
     newest = max((record.run for record in records), default="")
     rows = [record for record in records if record.run == newest]
-    without = {(record.phase, record.batch): median(record.time_s) for record in rows if record.attention == NOTHING}
+    without = {(record.phase, record.batch): record.time_s for record in rows if record.attention == NOTHING}
     figures: list[dict[str, Any]] = []
     for record in (record for record in rows if record.attention != NOTHING):
         seconds, bare = median(record.time_s), without.get((record.phase, record.batch))
         rate = record.batch * (record.new_tokens or record.prompt_tokens) / seconds
         price = record.start.usd_per_gpu_hour if record.start else None
-        row = {"record": record, "tokens_per_s": rate, "attention_share": None if bare is None else 1 - bare / seconds}
+        rest = interval(ratio_of_medians, bare, record.time_s, paired=True) if bare else None
+        share = 1 - rest.value if rest and not rest.low <= 1 <= rest.high else None
+        row = {"record": record, "tokens_per_s": rate, "attention_share": share}
         row |= {"usd_per_million": (price or USD_PER_GPU_HOUR) / 3600 / rate * 1e6, "assumed": price is None}
         figures.append(row)
     order = [*PHASES]
