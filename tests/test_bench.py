@@ -30,7 +30,7 @@ from flashlab.measure import bench, ceilings, check, tune
 from flashlab.measure import worker as worker_module
 from flashlab.measure.cells import Cell, RefusedError, refusal
 from flashlab.measure.options import BURSTS, Options, Plan, plan_of
-from flashlab.measure.timer import Reading, State
+from flashlab.measure.timer import Reading, State, Timer
 from flashlab.measure.worker import BenchWorker, Candidate
 from flashlab.record import checks, provenance, schema, store
 from flashlab.record.checks import CheckRow
@@ -669,6 +669,14 @@ def _on_layers(monkeypatch: pytest.MonkeyPatch, plan: Plan, why_not: str | None 
 
 def test_trained_inputs_are_timed_layer_by_layer_and_checked_on_each(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(samples=15, min_samples=5, cold_samples=0, sustained_shapes=None, sustained_seconds=2.0)
+    durations: list[float] = []
+    sustained = Timer.sustained
+
+    def timed(self: Timer, run: Any, *, seconds: float, call_us: float) -> schema.Samples:
+        durations.append(seconds)
+        return sustained(self, run, seconds=seconds, call_us=call_us)
+
+    monkeypatch.setattr(Timer, "sustained", timed)
     sent = _on_layers(monkeypatch, plan)
     rows = {message["name"]: message["row"] for message in sent if message["type"] == "row"}
     assert (rows["odd"]["status"], rows["odd"]["reason"]) == ("wrong", "layer 2: too far off")
@@ -689,6 +697,8 @@ def test_trained_inputs_are_timed_layer_by_layer_and_checked_on_each(monkeypatch
     # Kept warm: the slow one first, through all layers.
     steps = [m["name"] for m in sent if m["type"] == "step" and m["what"] == "time, sustained"]
     assert steps == ["slow"] * 4 + ["fast"] * 4
+    # Each first loads the chip alone: a layer's share is too short for the clock to settle.
+    assert durations == [2.0, *[0.5] * 4] * 2
 
 
 def test_trained_inputs_that_cannot_be_made_are_named_and_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

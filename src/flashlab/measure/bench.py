@@ -15,7 +15,7 @@ from flashlab.build import compiler, triton_code
 from flashlab.build.parallel import Follow, ignore
 from flashlab.core.arithmetic import several
 from flashlab.core.errors import CompileError, MissingPackageError, ParameterError, refuse_unknown
-from flashlab.core.inputs import NORMAL
+from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.paths import writable_dir
 from flashlab.core.problem import Cache, Problem
 from flashlab.kernels import peers as libraries
@@ -425,8 +425,9 @@ def estimate(
         if plan.step_samples:
             seconds += len(able) * _burst_s(STEP_CALLS * call_s, plan.step_samples, plan.min_samples, plan.cap_s)
         seconds += long * (plan.sustained_seconds + 2 * timing.CHUNK_S)
-        if long:  # one to warm up, and the fastest stage with the log-sum-exp on
-            seconds += min(2.0, plan.sustained_seconds) + (plan.sustained_seconds if plan.lse else 0.0)
+        if long:  # to warm up, once or each on layers, and the fastest stage with the log-sum-exp on
+            heats = long if problem.inputs == TRAINED else 1
+            seconds += heats * min(2.0, plan.sustained_seconds) + (plan.sustained_seconds if plan.lse else 0.0)
         estimates.append(Estimate(problem=problem, implementations=len(able), sustained=long, seconds=seconds))
     num_ceilings = len(limits.CEILINGS) if ceilings is True else len(ceilings or ())
     return tuple(estimates), _STARTUP_S + num_ceilings * _CEILING_S + sum(estimate.seconds for estimate in estimates)

@@ -32,8 +32,9 @@ from flashlab.run.attention import Prepared, prepare
 from flashlab.verify.verdict import POISON_WORD, Oracle, Sample, check
 
 _HEAT_SECONDS = 2.0
-"""Load before the first sustained measurement of a problem, so that all of them start on a warm chip; at most the
-duration of one such measurement."""
+"""Load before the first sustained measurement of a problem, so that all of them start on a warm chip, and before each
+implementation's first layer, whose share is too short for the clock to settle; at most the duration of one such
+measurement, all layers together."""
 _NEAR = 1.1
 """Rows with the log-sum-exp are timed under sustained load if their burst time is within this factor of the fastest
 such row."""
@@ -338,7 +339,7 @@ class BenchWorker(GpuWorker):
                 self._load(tensors, layer)
                 sustained = partial(timer.sustained, ready[name].run, call_us=hot[number][name].median_us)
                 with self.torch.no_grad():
-                    if name == long[0] and not number:
+                    if not number and (name == long[0] or len(layers) > 1):
                         sustained(seconds=heat_s)
                     keep(name, sustained(seconds=plan.sustained_seconds), number)
         for name, call in ready.items():
