@@ -236,7 +236,8 @@ def test_ratios_and_errors_by_kind_are_noted_as_missing_where_they_are(pages: Pa
 
 def test_ratios_and_errors_by_kind_are_the_records_and_say_where_they_are_from(tmp_path: Path) -> None:
     rows = [
-        measurement(name, Problem.parse(FIRST_SHAPE, dtype="bfloat16", inputs=kind))
+        measurement(name, Problem.parse(shape, dtype="bfloat16", inputs=kind))
+        for shape in (FIRST_SHAPE, "4x16x8192x64")
         for kind in ("normal", "rising")
         for name in ("16_ones_column", "sdpa_cudnn", "fa3")
     ]
@@ -250,12 +251,15 @@ def test_ratios_and_errors_by_kind_are_the_records_and_say_where_they_are_from(t
         (out.root / "snippets" / name).read_text(encoding="utf-8") for name in ("against-inputs.md", "accuracy.md")
     )
     found = contests.against_peers("nvidia-h200", tmp_path / "data", ("normal", "rising"))
-    assert [one.problem.inputs for one in found] == ["normal", "rising"]
+    assert [one.problem.inputs for one in found] == ["normal", "rising"] * 2
     for one in found:
         assert one.burst is not None
         assert re.search(rf"\| `{one.problem.inputs}` \|.* ×{tables.number(one.burst.ratio)}", ratios.replace("*", ""))
         assert f"| `{one.problem.inputs}` | ×1.00 · " in errors  # every made-up root mean square is the same
-    assert "<summary>Under sustained load</summary>" in ratios
+    summaries = re.findall(
+        r"<summary>(.*), 2 of 13 kinds: at the lowest ×[0-9.]+, on (?:normal|rising)</summary>", ratios
+    )
+    assert summaries == ["Longer sequences", "Under sustained load", "Longer sequences under sustained load"]
     for text in (ratios, errors):
         assert text.rstrip().endswith("2026-01-02 · commit 0123abc</small>")
 

@@ -19,7 +19,7 @@ from flashlab.core.inputs import KINDS
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import registry
 from flashlab.measure import timer
-from flashlab.query import predictions, roofline, select
+from flashlab.query import contests, predictions, roofline, select
 from flashlab.query.contests import Accuracy, AgainstPeers, Contest, percent_of_peak
 from flashlab.record import store
 from flashlab.record.checks import CheckRow, Compared, EmulatorVerdict
@@ -233,6 +233,9 @@ def test_ratios_by_kind_begin_with_the_worst_and_have_trained_beside_normal() ->
         "`normal`": [*["–"] * 3, "×1.05", *["–"] * 4],
         "`rising`": [*["–"] * 3, "×1.20", *["–"] * 4],
     }
+    longer = tables.against_inputs(found, problems=contests.LONGER)
+    assert longer.startswith("| B4 H16 S8192, burst | D64 full float16 |")
+    assert _lines(longer) == {"`sink_first`": ["**×0.100**", *["–"] * 7]}
     assert table.endswith(f"\nEvery ratio is for `{layers.stage.name}`.\n")
     newer = replace(layers, stage=layers.stage.model_copy(update={"name": "17_around_the_loop"}))
     idle = [replace(one, sustained=one.sustained and replace(one.sustained, left_out=("fa4",))) for one in found]

@@ -46,6 +46,8 @@ RMS_AIM, LARGEST_AIM = 1.1, 1.25
 """Target ratios of a rung's RMS and maximum error to the reference's, on each kind of inputs."""
 MAIN = suite("peers")
 """The problems that kinds of inputs are compared at, and their errors."""
+LONGER = tuple(problem for problem in suite("inputs") if problem not in MAIN)
+"""Longer sequences, at which kinds of inputs are compared too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,11 @@ class Contest:
     left_out: tuple[str, ...] = ()
     """Those of `FASTEST` that its run has no such time of, though they take the problem and have one elsewhere on
     record at that head dim and element type: with one of them the ratio might be less."""
+
+    @property
+    def lowest(self) -> float:
+        """The ratio, or that of the worst layer."""
+        return min(self.ratio, self.worst_ratio or self.ratio)
 
     @property
     def run(self) -> str:

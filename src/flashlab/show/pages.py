@@ -479,14 +479,23 @@ def _inputs_and_errors(out: Output, shown: Results, data: Path) -> None:
 
 
 def _against_inputs(shown: Results, data: Path) -> str:
-    against_peers, shapes = (
-        contests.against_peers(shown.gpu, data, tuple(KINDS)),
-        {problem.shape for problem in contests.MAIN},
-    )
+    against_peers = contests.against_peers(shown.gpu, data, tuple(KINDS))
     parts = [tables.against_inputs(against_peers)]
-    with contextlib.suppress(NoDataError):
-        sustained = tables.against_inputs(against_peers, "sustained")
-        parts.append(tables.folded("Under sustained load", sustained, kind="abstract") + "\n")
+    folded: tuple[tuple[str, Regime, Sequence[Problem]], ...] = (
+        ("Longer sequences", "burst", contests.LONGER),
+        ("Under sustained load", "sustained", contests.MAIN),
+        ("Longer sequences under sustained load", "sustained", contests.LONGER),
+    )
+    for title, regime, problems in folded:
+        with contextlib.suppress(NoDataError):
+            by_kind = tables.against_inputs(against_peers, regime, problems)
+            at = [held for held in against_peers if dataclasses.replace(held.problem, inputs=NORMAL) in problems]
+            timed = [(contest.lowest, held.problem.inputs) for held in at if (contest := getattr(held, regime))]
+            lowest, kind = min(timed)
+            kinds = f"{len({kind for _, kind in timed})} of {len(KINDS)} kinds"
+            summary = f"{title}, {kinds}: at the lowest {times(lowest)}, on {kind}"
+            parts.append(tables.folded(summary, by_kind, kind="abstract") + "\n")
+    shapes = {problem.shape for problem in (*contests.MAIN, *contests.LONGER)}
     runs = [run for held in against_peers if held.problem.shape in shapes for run in held.runs]
     return "\n".join([*parts, _from_runs(shown, runs)])
 

@@ -528,8 +528,12 @@ def standing(ratios: Sequence[tuple[float, str]], what: str = "problems") -> str
     return f"{won} of {len(ratios)} {what}: ratios lie between {times(low)}{of_lowest} and {times(high)}{of_highest}."
 
 
-def against_inputs(against_peers: Iterable[contests.AgainstPeers], regime: Regime = "burst") -> str:
-    """The ratios of the suite `peers`, one row per kind of inputs: the worst first, `trained` next to `normal`.
+def against_inputs(
+    against_peers: Iterable[contests.AgainstPeers],
+    regime: Regime = "burst",
+    problems: Sequence[Problem] = contests.MAIN,
+) -> str:
+    """The ratios at `problems`, one row per kind of inputs: the worst first, `trained` next to `normal`.
 
     Ratios below one, where the library is faster, are bold; the worst layer's ratio follows for `trained`.
 
@@ -539,7 +543,7 @@ def against_inputs(against_peers: Iterable[contests.AgainstPeers], regime: Regim
     by_kind: dict[str, dict[str, contests.Contest]] = {}
     for held in against_peers:
         problem, contest = replace(held.problem, inputs=NORMAL), getattr(held, regime)
-        if contest and problem in contests.MAIN:
+        if contest and problem in problems:
             by_kind.setdefault(held.problem.inputs, {})[problem.label] = contest
     if not by_kind.keys() - {NORMAL}:
         raise NoDataError(
@@ -547,10 +551,7 @@ def against_inputs(against_peers: Iterable[contests.AgainstPeers], regime: Regim
             f"`{select.bench('inputs', regime)}` makes them."
         )
 
-    def lowest(contest: contests.Contest) -> float:
-        return min(contest.ratio, contest.worst_ratio or contest.ratio)
-
-    worst = {kind: min(map(lowest, of_kind.values())) for kind, of_kind in by_kind.items()}
+    worst = {kind: min(contest.lowest for contest in of_kind.values()) for kind, of_kind in by_kind.items()}
     # Normal and trained inputs are adjacent, at the place of the worse one.
     pair = worst.keys() & {NORMAL, TRAINED}
     together = min((worst[kind] for kind in pair), default=0.0)
@@ -560,12 +561,12 @@ def against_inputs(against_peers: Iterable[contests.AgainstPeers], regime: Regim
         def said(kind: str) -> str | None:
             contest = by_kind[kind].get(label)
             text = (_with_worst(contest) or "").replace(", ", ",<br>").replace(" on ", " on<br>")
-            text = f"**{text}**" if contest and lowest(contest) < 1 else text
+            text = f"**{text}**" if contest and contest.lowest < 1 else text
             return f"{text} †" if contest and contest.left_out else text or None
 
         return Column(" ".join(word for word in label.split() if word not in common), said)
 
-    labels = [problem.label for problem in contests.MAIN]
+    labels = [problem.label for problem in problems]
     first, *others = map(str.split, labels)
     common = [word for word in first if all(word in label for label in others)]
     rows = table((Column(f"{' '.join(common)}, {regime}", code), *map(column, labels)), order)
