@@ -13,6 +13,7 @@ from flashlab.core.inputs import NORMAL, TRAINED
 from flashlab.core.paths import DATA
 from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels.peers import FEW_ROWS
+from flashlab.record.schema import STEADY_S
 
 _CHECKED_SCORES = 1 << 27
 """Scores per check that are compared with the oracle if there are many measurements."""
@@ -149,7 +150,7 @@ BURSTS = Plan(
 )
 """Only short hot bursts."""
 PLANS: Mapping[str, Plan] = {
-    "quick": _BRIEF,
+    "quick": replace(_BRIEF, sustained_seconds=STEADY_S),
     "peers": Plan(sustained_shapes=None, checked_scores=1 << 28, lse=True),
     "head_dims": _BRIEF,
     "lengths": BURSTS,
