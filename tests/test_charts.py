@@ -303,6 +303,9 @@ def test_nothing_to_draw_is_said() -> None:
     assert "cold" in tables.states([timed])
     assert "cold" not in tables.states([alone])
     assert "burst, hot L2" in tables.states([alone])
+    cold = timed.model_copy(update={"samples": tuple(one for one in timed.samples if one.regime == "burst")})
+    assert "sustained" not in charts.regimes([cold]).caption
+    assert "sustained" in charts.regimes([timed]).caption
 
 
 def test_an_unknown_gpu_has_no_percentage_of_peak(tmp_path: Path) -> None:
@@ -431,6 +434,23 @@ def test_what_was_measured_at_one_length_has_no_line(shown: Results) -> None:
 def test_lengths_that_were_not_measured_are_named(shown: Results) -> None:
     with pytest.raises(NoDataError, match=r"D128 full float16.*found 1.*--suite lengths"):
         charts.lengths(shown, head_dim=128, mask="full")
+    with pytest.raises(NoDataError, match=r"full float16 problems.*found 0. `flashlab bench --suite standard` makes"):
+        charts.scaling(dataclasses.replace(shown, problems={}), mask="full")
+
+
+def test_lengths_are_those_of_the_inputs_shown(tmp_path: Path) -> None:
+    problems = [replace(one, inputs="rising") for one in suite("lengths") if one.head_dim == 64]
+    write_synthetic(tmp_path, problems=problems)
+    shown = select.load("nvidia-h200", tmp_path, ("rising",))
+    found = contests.against_peers("nvidia-h200", tmp_path, ("rising", "normal"))
+    for chart in (charts.lengths(shown, head_dim=64, mask="full"), charts.ratios(shown, found=found)):
+        assert all(str(count) in _text(chart.svg["wide"]) for count in LENGTHS)
+        assert "rising" in chart.provenance
+    again = "`flashlab bench --suite lengths --inputs rising"
+    with pytest.raises(NoDataError, match=f"{again}` makes"):
+        charts.ratios(shown, found=())
+    with pytest.raises(NoDataError, match=f"{again} --sustained 5` makes"):
+        charts.lengths(shown, head_dim=128, mask="full", regime="sustained")
 
 
 def test_lengths_have_a_figure_of_their_own(shown: Results) -> None:

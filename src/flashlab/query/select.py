@@ -372,6 +372,8 @@ class Results:
     """All recorded rows of the GPU, from which `problems` were selected."""
     sessions: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
     """Session of each run."""
+    inputs: str = NORMAL
+    """The first of the kinds of inputs that the problems were selected from."""
 
     def __bool__(self) -> bool:
         return bool(self.records or self.ceilings)
@@ -482,28 +484,29 @@ _INPUTS: Mapping[str, str] = {
 }
 
 
-def bench(suite: str, regime: Regime) -> str:
-    """Return the command that measures a suite in a regime."""
-    return f"flashlab bench --suite {suite}{' --sustained 5' if regime == 'sustained' else ''}"
+def bench(suite: str, regime: Regime = "burst", inputs: str = NORMAL) -> str:
+    """Return the command that measures a suite in a regime on a kind of inputs."""
+    of_kind = "" if inputs == NORMAL else f" --inputs {inputs}"
+    return f"flashlab bench --suite {suite}{of_kind}{' --sustained 5' if regime == 'sustained' else ''}"
 
 
 def of_lengths(
     shown: Results, *, head_dim: int, mask: str, dtype: str, regime: Regime = "burst"
 ) -> tuple[Problem, ...]:
-    """The problems of the suite `lengths` of this kind with a time in the regime, the shortest first.
+    """The problems of the suite `lengths` on `shown.inputs` with a time in the regime, the shortest first.
 
     Raises:
         NoDataError: fewer than two.
     """
     problems = tuple(
         problem
-        for problem in suite("lengths")
+        for problem in (replace(problem, inputs=shown.inputs) for problem in suite("lengths"))
         if (problem.head_dim, problem.mask, problem.dtype) == (head_dim, mask, dtype)
         and any(row.samples_of(regime) for row in shown.problems.get(problem, ()))
     )
     if len(problems) < 2:
         wanted = f"{regime} times at several sequence lengths, D{head_dim} {mask} {dtype}, on {shown.gpu}"
-        raise NoDataError.of(wanted, bench("lengths", regime), len(problems))
+        raise NoDataError.of(wanted, bench("lengths", regime, shown.inputs), len(problems))
     return problems
 
 
@@ -728,6 +731,7 @@ def load(gpu: str, data: Path = DATA, inputs: Collection[str] = (NORMAL,)) -> Re
         ceilings=store.newest_ceilings(gpu, data),
         records=store.records(gpu, Measurement, data),
         sessions=sessions(gpu, data),
+        inputs=next(iter(inputs), NORMAL),
     )
 
 

@@ -14,7 +14,7 @@ import math
 import re
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO, StringIO
 from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from flashlab.core.arithmetic import several
 from flashlab.core.errors import NoDataError
 from flashlab.core.facts import Facts
+from flashlab.core.inputs import NORMAL
 from flashlab.core.problem import STANDARD_SHAPES, Problem, Regime, suite
 from flashlab.kernels import peers, registry
 from flashlab.query import roofline as limits
@@ -674,7 +675,7 @@ def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
     under_load = [
         f"{title_of(r.name)} {number(shares[r.name, 'sustained'])} %" for r in timed if (r.name, "sustained") in shares
     ]
-    clocks = [select.clocks(timed, regime) for regime in ("burst", "sustained")]
+    loaded = f", sustained {select.clocks(timed, 'sustained')}" if under_load else ""
     return marks(
         shares,
         {series: look for series, look in looks.items() if any(of == series for _, of in shares)},
@@ -683,8 +684,7 @@ def regimes(rows: Sequence[Measurement], *, name: str = "regimes") -> Chart:
         xlabel="percent of the burst rate with a hot L2",
         name=name,
         alt=f"Rate under sustained load as a percentage of the burst rate: {'; '.join(under_load) or 'not measured'}.",
-        caption="Rates with a cold L2 and under sustained load, relative to bursts with a hot L2. "
-        f"SM clock: burst {clocks[0]}, sustained {clocks[1]}.",
+        caption=f"Rates relative to bursts with a hot L2. SM clock: burst {select.clocks(timed)}{loaded}.",
         provenance=select.provenance(timed, state="all regimes"),
         data_files=select.run_files(timed),
     )
@@ -896,13 +896,12 @@ def scaling(
         problem: select.rate(peer)
         for problem, rows in shown.problems.items()
         if (problem.mask, problem.dtype) == (mask, dtype)
-        and (problem.shape in STANDARD_SHAPES or problem not in _OF_LENGTHS)
+        and (problem.shape in STANDARD_SHAPES or replace(problem, inputs=NORMAL) not in _OF_LENGTHS)
         and (peer := select.fastest_of(libraries, rows))
     }
     if len(best) < 2:
-        raise NoDataError(
-            f"wanted several {mask} {dtype} problems at which each library was timed on {shown.gpu}, found {len(best)}"
-        )
+        wanted = f"several {mask} {dtype} problems at which each library was timed on {shown.gpu}"
+        raise NoDataError.of(wanted, select.bench("standard", inputs=shown.inputs), len(best))
     used = [(problem, row) for problem in best for row in shown.rows(problem, stage_ids=stage_ids) if select.rate(row)]
     kinds = {row.name: row.kind for kind in ("stage", "peer") for _, row in used if row.kind == kind}
     frame = pd.DataFrame(
@@ -964,16 +963,18 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
         NoDataError: no head dim, mask and element type has a ratio at two lengths.
     """
     held = [(at.problem, at.burst if regime == "burst" else at.sustained) for at in found]
+    wanted = {replace(problem, inputs=shown.inputs) for problem in _OF_LENGTHS}
     lines: dict[tuple[str, int, str], dict[int, Contest]] = {}
     for problem, contest in sorted(
         held, key=lambda pair: (pair[0].dtype, pair[0].head_dim, pair[0].mask, pair[0].q_len)
     ):
-        if problem in _OF_LENGTHS and contest:
+        if problem in wanted and contest:
             lines.setdefault((problem.dtype, problem.head_dim, problem.mask), {})[problem.q_len] = contest
     lines = {kind: at for kind, at in lines.items() if len(at) > 1}
     if not lines:
         raise NoDataError.of(
-            f"{regime} ratios at several sequence lengths on {shown.gpu}", select.bench("lengths", regime)
+            f"{regime} ratios at several sequence lengths on {shown.gpu}",
+            select.bench("lengths", regime, shown.inputs),
         )
     contests = [contest for at in lines.values() for contest in at.values()]
     runs = sorted({contest.run for contest in contests})
@@ -1020,7 +1021,7 @@ def ratios(shown: Results, *, found: Sequence[AgainstPeers], regime: Regime = "b
         heights=(3.2 + 0.19 * math.ceil(entries / 4), 2.4 * len(dtypes) + 0.17 * entries),
         alt=f"The best stage's rate over the best library's, {regime}, over sequence length. {said}.",
         caption=f"Speed-up of the best stage over the best library of the same element type, {regime}, "
-        f"{select.on_inputs(_OF_LENGTHS)}: from {number(low)} to {number(high)}. Lines are head dims and masks; a "
+        f"{select.on_inputs(wanted)}: from {number(low)} to {number(high)}. Lines are head dims and masks; a "
         "point's shape is the library. Below one the library is faster. Each point is from one run, in which the two "
         "were interleaved; runs may be from several sessions and GPUs.",
         provenance=_of_contests(shown, contests, regime),
@@ -1034,7 +1035,8 @@ def _of_contests(shown: Results, contests: Sequence[Contest], regime: Regime) ->
     rows = [row for contest in contests for row in (contest.stage, contest.peer)]
     clocks = sorted(clock for row in rows if (clock := select.call_clock(row, regime)))
     spread = f"SM {clocks[0]:.0f}–{clocks[-1]:.0f} MHz in the calls" if clocks else "clock not recorded"
-    return select.sourced(shown.name, spread, select.on_inputs(_OF_LENGTHS), regime, runs=runs)
+    on = select.on_inputs(row.problem for row in rows)
+    return select.sourced(shown.name, spread, on, regime, runs=runs)
 
 
 def lengths(shown: Results, *, head_dim: int, mask: str, dtype: str = "float16", regime: Regime = "burst") -> Chart:
