@@ -222,6 +222,20 @@ def test_results_filter(run: Run, data: Path) -> None:
     assert {row["regime"] for row in sustained} == {"sustained"}
 
 
+def test_results_say_that_short_sustained_load_is_not_shown(run: Run, tmp_path: Path) -> None:
+    row = measurement("00_naive", Problem.parse(FIRST_SHAPE))
+    short = (one.model_copy(update={"continuous_s": one.continuous_s and 0.5}) for one in row.samples)
+    path = tmp_path / "nvidia-h200" / "runs" / f"{RUN}.jsonl"
+    path.parent.mkdir(parents=True)
+    store.append(path, row.model_copy(update={"samples": tuple(short)}))
+    result = run("results", "--data", tmp_path, "--regime", "sustained")
+    assert result.code == 1
+    assert "--regime sustained --cache hot, found none of at least 1.5 s in these rows" in result.err
+    assert "Shown: --regime burst --cache cold; --regime burst --cache hot\n" in result.err
+    result = run("results", "--data", tmp_path, "--cache", "step")
+    assert "--cache step, found none in these rows" in result.err
+
+
 def test_results_table_names_run_and_reasons(run: Run, data: Path) -> None:
     table = run("results", "--data", data).out
     assert RUN in table
@@ -395,6 +409,7 @@ def test_measuring_without_a_gpu_says_what_works(run: Run, tmp_path: Path, comma
         (("bench", "--shape", "1x8x512x64", "--sustained-on", "fa3", "--dry-run"), "wanted --sustained SECONDS too"),
         (("bench", "--shape", "1x8x512x64", "--sustained", "inf", "--dry-run"), "still changes, got inf. 5 works"),
         (("bench", "--shape", "1x8x512x64", "--sustained", "0.5", "--dry-run"), "wanted 0 or at least 1.5 seconds"),
+        (("method", "--sustained", "0.5"), "wanted 0 or at least 1.5 seconds"),
         (("bench", "--stages", "", "--dry-run"), "wanted comma-separated names, or none, got ''"),
         (("bench", "--stages", "99_none"), FIRST_STAGE),
         (("bench", "--peers", "none-such"), "sdpa"),

@@ -378,7 +378,8 @@ def test_too_short_sustained_load_is_not_shown(tmp_path: Path, seconds: float | 
     states = {line["state"] for line in explorer.lines(GPU, tmp_path) if line["run"] == second}
     assert ("sustained" in states) == (seconds != 0.5)
     lines = [line for line in tables.measurement_lines([short]) if line["regime"] == "sustained"]
-    assert [line["median_us"] for line in lines] == [170.0]  # what is on record can be downloaded all the same
+    # What is on record can be downloaded all the same.
+    assert [(line["median_us"], line["continuous_s"]) for line in lines] == [(170.0, seconds)]
 
 
 def test_layers_under_sustained_load_add_up() -> None:

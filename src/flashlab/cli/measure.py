@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,6 @@ from flashlab.core.inputs import parse as kinds_in
 from flashlab.core.paths import DATA
 from flashlab.core.problem import DTYPES, FIRST_SHAPE, MASKS, SUITES, DType, Problem, matching
 from flashlab.core.problem import suite as suite_of
-from flashlab.record.schema import STEADY_S
 
 if TYPE_CHECKING:
     from flashlab.measure.tune import Task
@@ -94,9 +92,7 @@ def bench(
     }
     changes: dict[str, Any] = {name: value for name, value in plan.items() if value is not None}
     if sustained is not None:
-        if not math.isfinite(sustained) or 0 < sustained < STEADY_S:
-            wanted = f"0 or at least {STEADY_S} seconds, before which the clock still changes"
-            raise ParameterError(f"--sustained: wanted {wanted}, got {sustained}. 5 works.")
+        opt.settling(sustained)
         changes["sustained_shapes"] = None
     what: dict[str, Any] = {"stages": named, "peers": opt.names_in(peers), "sources": opt.sources(source)}
     planned = replace(module.plan_of(suite), **changes)

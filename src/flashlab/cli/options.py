@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,6 +91,19 @@ def features(window: str | None, softcap: float) -> dict[str, Any]:
     if len(sides) > 2 or not all(re.fullmatch(r"-?\d+", side) for side in sides):
         raise ParameterError(f"window: wanted LEFT or LEFT,RIGHT, in keys, got {window!r}")
     return {"window": tuple([*map(int, sides), UNLIMITED, UNLIMITED][:2]), "softcap": softcap}
+
+
+def settling(sustained: float) -> None:
+    """Refuse seconds of sustained load in which the clock does not settle.
+
+    Raises:
+        ParameterError: `sustained` is neither 0 nor at least `STEADY_S`.
+    """
+    from flashlab.record.schema import STEADY_S
+
+    if not math.isfinite(sustained) or 0 < sustained < STEADY_S:
+        wanted = f"0 or at least {STEADY_S} seconds, before which the clock still changes"
+        raise ParameterError(f"--sustained: wanted {wanted}, got {sustained}. 5 works.")
 
 
 def _complete(incomplete: str) -> list[str]:

@@ -1267,7 +1267,7 @@ def _in_each_state(row: Measurement) -> Iterator[tuple[dict[str, object], Sample
     for taken in row.samples:
         # On its own: headline numbers leave out layers of trained inputs, and too short sustained load.
         alone = row.model_copy(update={"samples": (taken.model_copy(update={"layer": None, "continuous_s": None}),)})
-        more = {"layer": taken.layer, "calls": taken.calls}
+        more = {"layer": taken.layer, "calls": taken.calls, "continuous_s": taken.continuous_s}
         yield every | headline(alone, taken.regime, taken.cache) | more, taken
     if not row.samples:
         yield every | headline(row) | {"regime": None, "cache": None, "samples": None}, None

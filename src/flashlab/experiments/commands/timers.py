@@ -34,6 +34,7 @@ def method(
     from flashlab.experiments import timer_tables, timers
     from flashlab.record import schema, store
 
+    opt.settling(sustained)
     path, missing = timers.measure(
         opt.stages_in(stages),
         opt.names_in(peers),
