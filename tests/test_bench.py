@@ -1089,7 +1089,9 @@ def test_ablations_with_the_same_machine_code_are_left_out(tmp_path: Path, monke
     row = measurement("03_warp_rows", PROBLEMS[0])
     here.record.driver = row.gpu.driver
     monkeypatch.setattr(gpu, "info", lambda _: here)
-    monkeypatch.setattr(bench.provenance, "software", lambda: row.software)
+    software = row.software
+    monkeypatch.setattr(bench.provenance, "software", lambda: software)
+    row = row.model_copy(update={"software": software | {provenance.UNUSED: "13.5.37"}})
     names = {"padding: 0": 0, "padding: 8": 8}
     named = {
         name: registry.Implementation(

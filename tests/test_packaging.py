@@ -289,6 +289,7 @@ def test_what_is_made_is_ignored() -> None:
         "build/site/index.html",
         "src/flashlab/__pycache__/a.pyc",
         ".mypy_cache/a",
+        "out.ipynb",  # of the README's papermill commands
     )
     for name in made:
         subprocess.run(["git", "-C", str(ROOT), "check-ignore", "--quiet", name], check=True)

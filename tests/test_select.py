@@ -14,7 +14,7 @@ from flashlab.core.problem import FIRST_SHAPE, Problem
 from flashlab.kernels import registry
 from flashlab.query import contests, select
 from flashlab.query.rows import sessions
-from flashlab.record import schema, store
+from flashlab.record import provenance, schema, store
 from flashlab.record.checks import CheckRow
 from flashlab.show import charts, explorer, tables
 
@@ -941,7 +941,7 @@ def test_a_sustained_ratio_says_which_of_the_fastest_libraries_its_run_did_not_k
 def test_the_package_that_loads_stages_does_not_part_the_starts_of_a_library() -> None:
     """What a call of a library, or a limit of the GPU, does not run makes no other code of it."""
     row = measurement("sdpa", FIRST)
-    loads = {"cuda-core": "1.2.2", "nvidia-cuda-cuobjdump": "13.5.37"}
+    loads = {"cuda-core": "1.2.2", provenance.UNUSED: "13.5.37"}
     row = row.model_copy(update={"software": row.software | loads})
     for name in row.software:
         other = row.model_copy(update={"software": row.software | {name: "0.0.1"}})

@@ -288,7 +288,8 @@ def stands_for(record: schema.Base, here: gpu.GpuInfo, *, same_commit: bool = Fa
     Args:
         same_commit: also require the current commit and GPU, for records without machine code.
     """
-    if record.source.dirty or record.gpu.driver != here.record.driver or record.software != provenance.software():
+    software = {name: version for name, version in record.software.items() if name != provenance.UNUSED}
+    if record.source.dirty or record.gpu.driver != here.record.driver or software != provenance.software():
         return False
     return not same_commit or (record.source == provenance.source() and record.gpu.fingerprint == here.fingerprint)
 

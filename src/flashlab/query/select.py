@@ -57,6 +57,7 @@ from flashlab.kernels import peers, registry
 from flashlab.query.rows import grouped, sessions
 from flashlab.record import store
 from flashlab.record.checks import Compared, read_lines
+from flashlab.record.provenance import UNUSED
 from flashlab.record.schema import RUN, Base, Ceiling, Gpu, Machine, Measurement, StageProfile, Timed
 
 T = TypeVar("T", bound=Base)
@@ -136,7 +137,7 @@ def same_starts(first: Sequence[Sequence[T]], second: Sequence[Sequence[T]]) -> 
     return [[*ours, *theirs] for ours in first for theirs in second if _one_start(ours[0], theirs[0])]
 
 
-_STAGES_ALONE = {"flashlab", "cuda-core", "nvidia-cuda-cuobjdump"}
+_STAGES_ALONE = {"flashlab", "cuda-core", UNUSED}
 """Software that libraries and ceilings do not use: it loads stages and reads their machine code."""
 
 

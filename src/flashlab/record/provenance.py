@@ -41,7 +41,6 @@ PACKAGES = (
     "cuda-bindings",
     "nvidia-cuda-nvrtc",
     "nvidia-cuda-runtime",
-    "nvidia-cuda-cuobjdump",
     "nvidia-cudnn-cu13",
     *DISTRIBUTIONS,
     "nvidia-cutlass-dsl",
@@ -49,6 +48,8 @@ PACKAGES = (
     "papermill",
 )
 """Distributions whose versions are recorded, if installed."""
+UNUSED = "nvidia-cuda-cuobjdump"
+"""Distribution that older records name and no code used: its version changes no result."""
 
 
 RENTED = {"instance": "FLASHLAB_INSTANCE", "usd_per_gpu_hour": "FLASHLAB_USD_PER_GPU_HOUR"}
