@@ -72,9 +72,9 @@ def nothing_yet(command: str) -> str:
 NOTHING_YET = nothing_yet("make report")
 NOT_OF_THESE = (
     "**Not on record yet** for these stages at this shape. "
-    "`make report FULL=1` measures it on such a GPU; profiles are made by `flashlab profile` with Nsight Compute, "
-    "tuning by `flashlab tune`, and times of separate starts by `flashlab bench --suite first` on each, with the same "
-    "code."
+    "`make report FULL=1` measures what a report shows on such a GPU; profiles are made by `flashlab profile` with "
+    "Nsight Compute, tuning by `flashlab tune`, ablations at other shapes by `flashlab ablate --shape`, and times of "
+    "separate starts by `flashlab bench --suite first` on each, with the same code."
 )
 NO_CHECKS = "Not on record for this GPU yet: `flashlab check --record` on it compares stages with the oracle."
 _REDRAWN_S = 0.2
