@@ -100,10 +100,10 @@ def results(
     if (regime or cache) and not any(row.samples_of(*state) for row in rows):
         states = sorted({(samples.regime, samples.cache) for row in rows for samples in row.settled})
         works = "; ".join("--regime {} --cache {}".format(*known) for known in states)
-        short = any((samples.regime, samples.cache) == state for row in rows for samples in row.samples)
+        long = f" of at least {STEADY_S} s" * (state[0] == "sustained")
         raise NoDataError(
-            f"wanted times with --regime {state[0]} --cache {state[1]}, found none"
-            f"{f' of at least {STEADY_S} s' * short} in these rows. Shown: {works or 'none'}"
+            f"wanted times with --regime {state[0]} --cache {state[1]}, found none{long} in these rows. "
+            f"Shown: {works or 'none'}"
         )
     title = f"{name}, newest run {max(row.run for row in rows)}, {select.STATES.get(state, ', '.join(state))}"
     # Samples of a state may come from a different run of the session than the row.
