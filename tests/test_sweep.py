@@ -283,7 +283,7 @@ def test_lists_of_values_make_a_cell_of_each() -> None:
     assert len({one.id for one in cells}) == len(cells)
 
 
-def test_a_first_look_takes_less_than_ten_minutes() -> None:
+def test_a_first_look_takes_less_than_twelve_minutes() -> None:
     """The minutes in the file of cells are not less than the estimate."""
     cells = sweep.cells_of("quick", available=["x"])
     for one in cells:
@@ -293,7 +293,7 @@ def test_a_first_look_takes_less_than_ten_minutes() -> None:
             _, seconds = bench.estimate(suite(one.parameters["suite"]), stages=stages, plan=plan, ceilings=False)
             assert seconds <= 60 * one.minutes
     shown = site.showing("", stages="")
-    assert sum(one.minutes for one in cells) + sum(one.minutes for one in shown) / 2 < 10
+    assert sum(one.minutes for one in cells) + sum(one.minutes for one in shown) / 2 < 12
     assert {one.notebook.stem for one in shown} == set(PAGE_OF)
 
 
