@@ -468,6 +468,21 @@ def test_every_call_wants_flags_to_be_true_or_false(flag: str, value: Any) -> No
 
 
 @pytest.mark.parametrize(
+    ("call", "flag"),
+    [
+        (flashlab.emulate, "races"),
+        (flashlab.emulate, "count_fallbacks"),
+        (flashlab.prepare, "may_spill"),
+        (flashlab.prepare, "count_fallbacks"),
+    ],
+)
+def test_flags_of_one_call_are_true_or_false_too(call: Callable[..., Any], flag: str) -> None:
+    one = np.zeros((1, 1, 1, 64), np.float16)
+    with pytest.raises(errors.ParameterError, match=f"{flag}: wanted True or False, got 1"):
+        call(one, one, one, **{flag: 1})
+
+
+@pytest.mark.parametrize(
     ("change", "error", "words"),
     [
         (

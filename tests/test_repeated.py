@@ -268,7 +268,11 @@ def test_what_a_first_call_refuses_a_repeated_one_does(driver: Driver) -> None:
     q, k, v = qkv()
     for _ in range(2):
         attention(q, k, v, stage=PLAIN, scale=1.0)
+        attention(q, k, v, stage="08_swizzle", window=(1, 2), params={"TILE_KV": 64, "MIN_BLOCKS": 1})
     for wrong, words in (
+        ({"stage": "08_swizzle", "window": (True, 2), "params": {"TILE_KV": 64, "MIN_BLOCKS": 1}}, "window: wanted"),
+        ({"stage": "08_swizzle", "window": (1, 2.0), "params": {"TILE_KV": 64, "MIN_BLOCKS": 1}}, "window: wanted"),
+        ({"stage": "08_swizzle", "window": (1, 2), "params": {"TILE_KV": 64, "MIN_BLOCKS": True}}, "wanted an integer"),
         ({"causal": 0}, "True or False"),
         ({"scale": True}, "finite number"),
         ({"scale": [1.0]}, "finite number"),
@@ -279,7 +283,7 @@ def test_what_a_first_call_refuses_a_repeated_one_does(driver: Driver) -> None:
         ({"params": {"THREADS": [64]}}, "THREADS: wanted an integer from 1 to"),
     ):
         with pytest.raises(errors.InputError, match=words):
-            attention(q, k, v, stage=PLAIN, **wrong)
+            attention(q, k, v, **{"stage": PLAIN, **wrong})
     out = torch.zeros_like(q)
     attention(q, k, v, stage=PLAIN, out=out)
     with pytest.raises(errors.LayoutError, match="apart from v"):

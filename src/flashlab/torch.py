@@ -115,7 +115,7 @@ def _attention(
         k,
         v,
         causal=causal,
-        window=tuple(window) if isinstance(window, list) else window,
+        window=window,
         softcap=softcap,
         scale=scale,
         stage=stage,
@@ -125,8 +125,7 @@ def _attention(
 
 
 def _named(options: tuple[Any, ...]) -> dict[str, Any]:
-    how = dict(zip(("causal", "scale", "stage", "window", "softcap"), options, strict=False))
-    return how if how.get("window") is None else {**how, "window": tuple(how["window"])}
+    return dict(zip(("causal", "scale", "stage", "window", "softcap"), options, strict=False))
 
 
 def _paged(q: Any, k_cache: Any, v_cache: Any, page_table: Any, lengths: Any, *options: Any) -> Any:

@@ -43,7 +43,17 @@ from flashlab.run.arguments import (
     workspace,
 )
 from flashlab.run.arrays import DeviceArray
-from flashlab.run.plan import Plan, Sequences, by_head, check_lengths, outputs_of, plan, refuse_overlap, tunables
+from flashlab.run.plan import (
+    Plan,
+    Sequences,
+    by_head,
+    check_flags,
+    check_lengths,
+    outputs_of,
+    plan,
+    refuse_overlap,
+    tunables,
+)
 from flashlab.run.recipes import Recipe
 
 if TYPE_CHECKING:
@@ -143,7 +153,7 @@ def _recipe(
     """
     device = gpu.info(inputs["q"].device)
     # Types are part of the key: 1, 1.0 and True are equal, but True is not a valid scale.
-    asked = (*how.values(), *map(type, how.values()), *code.values())
+    asked = (*how.values(), *map(type, how.values()), *code.values(), repr((how["window"], code["overrides"])))
     key = (*map(recipes.layout, (*inputs.values(), out)), asked, device.slug)
     try:
         cached = recipes.by_layout.get(key)
@@ -271,6 +281,7 @@ def prepare(
     Raises:
         FlashlabError: as `attention` does.
     """
+    check_flags(may_spill=may_spill, count_fallbacks=count_fallbacks)
     gpu.require()
     arrays.refuse_gradients(q=q, k=k, v=v, out=out, lse=lse)
     place = arrays.place_of(q, stream, "gpu")
@@ -422,6 +433,7 @@ def emulate(
         MissingPackageError: there is no C++ compiler.
         KeyboardInterrupt: Ctrl-C or `cancel`; the worker has ended.
     """
+    check_flags(races=races, count_fallbacks=count_fallbacks)
     emulator.schedule_item(schedule)
     emulator.check_limits(timeout_s, threads)
     _check_surroundings(surroundings)
@@ -701,7 +713,7 @@ def attention(
             take too long.
         NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: see there.
     """
-    asked = (causal, window, softcap, scale, stage, return_lse, device)
+    asked = (causal, None if window is None else repr(window), softcap, scale, stage, return_lse, device)
     key, addresses, again = recipes.lookup((q, k, v), out, asked, params)
     if again is not None:
         return again(q, addresses, out, return_lse, stream)

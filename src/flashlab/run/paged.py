@@ -140,7 +140,7 @@ def paged_attention(
         UnsupportedError: the stage does not support this call here.
         NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: see there.
     """
-    asked = (stage, causal, window, softcap, scale, return_lse, check)
+    asked = (stage, causal, None if window is None else repr(window), softcap, scale, return_lse, check)
     key, addresses, again = recipes.lookup((q, k_cache, v_cache, page_table, lengths), out, asked, params)
     if again is not None:
         return again(q, addresses, out, return_lse, stream)

@@ -283,6 +283,8 @@ def lookup(
 ) -> tuple[Hashable | None, list[int], Recipe | None]:
     """Look up the recipe of a call on torch tensors: its key in `by_layout`, the addresses, and the recipe.
 
+    A container among the options must be given as its `repr`, which shows the types of its items.
+
     The key is None for other arrays, tensors that require gradients, and tensors without plain memory. The recipe is
     None if none is cached, a source was edited, or `out` overlaps an input, which the caller must refuse.
     """
@@ -293,7 +295,7 @@ def lookup(
     tensor = torch.Tensor
     try:
         # Types are part of the key: 1, 1.0 and True are equal, but True is not a valid scale.
-        key: tuple[Any, ...] = (*options, *map(type, options), *(sorted(params.items()) if params else ()))
+        key: tuple[Any, ...] = (*options, *map(type, options), repr(sorted(params.items())) if params else None)
         for x in inputs if out is None else (*inputs, out):
             if type(x) is not tensor or x.requires_grad or x.is_neg():
                 return None, [], None

@@ -73,7 +73,7 @@ def varlen_attention(
         UnsupportedError: no stage, or not the named one, supports this call here.
         NoGpuError, MissingPackageError, CompileError, LaunchError, EmulationError: see there.
     """
-    asked = (max_seqlen_q, causal, window, softcap, scale, stage, return_lse)
+    asked = (max_seqlen_q, causal, None if window is None else repr(window), softcap, scale, stage, return_lse)
     key, addresses, again = recipes.lookup((q, k, v, cu_seqlens_q, cu_seqlens_k), out, asked, params)
     if again is not None and check is False:
         return again(q, addresses, out, return_lse, stream)
