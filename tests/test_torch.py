@@ -729,7 +729,8 @@ def test_padding_is_refused_while_tracing(monkeypatch: pytest.MonkeyPatch) -> No
     for module, name, value in ((torch.compiler, "is_compiling", True), (torch._C, "_get_tracing_state", object())):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, lambda value=value: value)
-            with pytest.raises(errors.UnsupportedError, match="cannot be looked for while tracing"):
-                flashlab.torch._transformers_mask(**call)
+            for given in (call["attention_mask"], torch.ones_like(IDS)):  # a trace would keep that there is none
+                with pytest.raises(errors.UnsupportedError, match="cannot be looked for while tracing"):
+                    flashlab.torch._transformers_mask(**{**call, "attention_mask": given})
             with pytest.raises(errors.UnsupportedError, match="cannot be looked for while tracing"):
                 flashlab.torch._transformers_attention(SimpleNamespace(is_causal=True), q, k, v, mask)

@@ -238,9 +238,9 @@ def register() -> None:
     without zeros costs one such wait and no copy.
 
     Anything else raises `UnsupportedError` when called: masks with zeros between ones, any attention_mask while
-    `torch.compile` traces, packed sequences given by position_ids alone, custom masks, static caches, dropout, position
-    biases, sinks, sparse indices, and attention weights. A model that computes attention itself, without transformers'
-    AttentionInterface, raises it when it is made, such as Bloom, MPT, Falcon and GPT-Neo.
+    `torch.compile` or `torch.jit` traces, packed sequences given by position_ids alone, custom masks, static caches,
+    dropout, position biases, sinks, sparse indices, and attention weights. A model that computes attention itself,
+    without transformers' AttentionInterface, raises it when it is made, such as Bloom, MPT, Falcon and GPT-Neo.
 
     Raises:
         MissingPackageError: transformers is not installed, or too old.
@@ -308,8 +308,8 @@ def _transformers_mask(
     Raises:
         UnsupportedError: the kernel does not support the mask.
     """
-    if attention_mask is not None and torch.compiler.is_compiling():
-        raise _untraceable()
+    if attention_mask is not None:
+        _refuse_tracing()
     at_end = not isinstance(q_offset, torch.Tensor) and q_offset + q_length == kv_offset + kv_length
     windowed = local_size is not None and kv_length > local_size
     if allow_is_bidirectional_skip:
@@ -332,8 +332,10 @@ def _transformers_mask(
     return _padding(attention_mask, kv_offset, kv_length)
 
 
-def _untraceable() -> UnsupportedError:
-    return _refuse("an attention_mask whose padding cannot be looked for while tracing", "attention_mask=None")
+def _refuse_tracing() -> None:
+    """Raise `UnsupportedError` while torch traces, as the trace would keep whether this mask has padding, and where."""
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        raise _refuse("an attention_mask whose padding cannot be looked for while tracing", "attention_mask=None")
 
 
 def _padding(attention_mask: Any, offset: int, length: int, window: int | None = None) -> Any:
@@ -380,8 +382,7 @@ def _tokens(padding: Any, length: int, *, padded: bool = True) -> _Tokens:
     Raises:
         UnsupportedError: torch is tracing, or the ones of a row are not side by side.
     """
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        raise _untraceable()
+    _refuse_tracing()
     mask = padding if padding.dim() == 2 else padding[..., 0]
     kept: dict[tuple[int, bool], _Tokens] | None = getattr(padding, "flashlab_tokens", None)
     if kept is None:
