@@ -605,7 +605,9 @@ def test_a_model_refuses_holes_static_caches_and_gradients(llama: Any) -> None:
     holes = torch.ones_like(IDS)
     holes[0, 3:5] = 0
     with torch.no_grad():
-        with pytest.raises(errors.UnsupportedError, match=r"zeros between ones.*='sdpa' or 'eager' takes it"):
+        with pytest.raises(
+            errors.UnsupportedError, match=r"zeros between ones.*='sdpa', or 'eager' where that refuses too, takes it"
+        ):
             model(IDS, attention_mask=holes)
         with pytest.raises(errors.UnsupportedError, match=r"padding_side='left'.*zeros between ones"):
             model.generate(IDS, attention_mask=padded((5, 19), "right"), max_new_tokens=2)
@@ -647,7 +649,10 @@ def test_a_model_in_another_type_is_advised_in_its_own_words(llama: Any) -> None
         ({"dropout": 0.1}, "wanted dropout 0, got dropout 0.1"),
         ({"position_bias": 1}, "position_bias=1"),
         ({"position_bias": torch.zeros(1, 4, 40, 50)}, "got position_bias"),
-        ({"s_aux": torch.zeros(4)}, "got s_aux. attn_implementation='sdpa' or 'eager' takes it"),  # sdpa has no sinks
+        (
+            {"s_aux": torch.zeros(4)},
+            "got s_aux. attn_implementation='sdpa', or 'eager' where that refuses too, takes it",
+        ),  # sdpa has no sinks
         ({"sinks": torch.zeros(1)}, "got sinks"),  # equal to False
         ({"indices": torch.zeros(2, 40, 8)}, "got indices"),
         ({"block_indices": torch.zeros(2, 4, 40, 8)}, "got block_indices"),

@@ -39,7 +39,7 @@ __all__ = ["attention", "register"]
 
 NAME = "flashlab"
 """Namespace of the operators, and name of the attention in transformers."""
-_INSTEAD = "attn_implementation='sdpa' or 'eager' takes it"
+_INSTEAD = "attn_implementation='sdpa', or 'eager' where that refuses too, takes it"
 _REFUSED = ("position_bias", "s_aux", "sinks", "indices", "block_indices", "cache", "output_attentions")
 """Attention options of transformers that change the result and are not supported."""
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q")
