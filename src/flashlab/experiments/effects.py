@@ -17,6 +17,7 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any, TypeVar
 
+from flashlab.core.arithmetic import several
 from flashlab.core.errors import NoDataError, ParameterError
 from flashlab.core.problem import Problem
 from flashlab.experiments import levers
@@ -466,7 +467,7 @@ def levers_page(out: Output, shown: select.Results, data: Path) -> None:
                 links = ", ".join(data_links(files, page))
                 tables.append(f"{lever_table(effects, lever.name)} <small>· {links}</small>")
         added, removed = lever.changed_lines()
-        heading = f"{lever.stage}, changed: {added} lines added, {removed} removed"
+        heading = f"{lever.stage}, changed: {several(added, 'line')} added, {removed} removed"
         try:
             diff = lever.shown_diff()
         except ParameterError as error:
