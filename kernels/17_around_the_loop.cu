@@ -96,9 +96,9 @@ constexpr float SUM_LIMIT_OF = 1.0f;
 template <>
 constexpr float SUM_LIMIT_OF<__half> = 65504.0f;
 constexpr float SUM_LIMIT = SUM_LIMIT_OF<element>;   // of a lane's sum of P over one tile
-// A sum out of range is brought to 2^SETTLED. 2^-2 in float16, too, would leave more room, but was slower where scores grow by about that
-// much in a tile or two: a warp's rows then renormalise in different tiles, so that the warp does so in every one.
-constexpr int SETTLED = SUM_LIMIT > 1.0f ? 0 : -HEADROOM;
+// A sum out of range is brought to 2^SETTLED. In float16 that leaves room for 20 powers of two; with 18, scores that grow by 17 in a tile
+// were no faster, because a warp's rows then renormalise in different tiles. Lower still would cost precision of weights far below it.
+constexpr int SETTLED = SUM_LIMIT > 1.0f ? -4 : -HEADROOM;
 constexpr float OVERFLOWN = 0x1p126f;   // a sum this large, or NaN, means that FP32 may not hold some exponential
 constexpr float NOTHING_SEEN = -0x1p100f;   // a reference against which every realistic score overflows
 
@@ -413,6 +413,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     if (early) round_P<TILE_KV>(P_reg, S_reg);
     if (__any_sync(FULL_WARP, !(sum[0] < SUM_LIMIT && sum[1] < SUM_LIMIT))) {
       if constexpr (!COUNT_LAST) count_move();
+      const bool any_overflowed = __any_sync(FULL_WARP, !(sum[0] < OVERFLOWN && sum[1] < OVERFLOWN));   // some row's largest sum is
       bool any_over[HALVES], overflowed[HALVES];
       int powers[HALVES];
 #pragma unroll
@@ -422,7 +423,6 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
         overflowed[h] = bits >= __float_as_uint(OVERFLOWN);
         powers[h] = bits < __float_as_uint(SUM_LIMIT) || overflowed[h] ? 0 : min(126, static_cast<int>(bits >> 23) - 127 - SETTLED);
       }
-      const bool any_overflowed = __any_sync(FULL_WARP, overflowed[0] || overflowed[1]);
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) {
         if (!any_over[h]) continue;
