@@ -32,6 +32,7 @@ constexpr bool COUNT_LAST = HEAD_DIM == PANEL && CAUSAL;
 constexpr bool IN_SPANS = FIRST_APART && PINGPONG;   // in a partially masked first tile, only some columns are compared
 constexpr int ONES = 8;                    // columns of ones: the granularity of an instruction's N
 constexpr int O_COLUMNS = HEAD_DIM + ONES;
+constexpr int WEIGHT = HEAD_DIM / 2;       // of a lane's accumulators, the first of its four in the columns of ones: two for each row
 // An instruction has at most 256 columns: if O has more, the panels of V before the last get an instruction of their own.
 constexpr int APART_COLUMNS = O_COLUMNS > 256 ? HEAD_DIM - PANEL : 0;
 // Panels of B are equally spaced. If the ones' instruction reads one panel of V, the ones can be anywhere behind it, and 16 rows of ones
@@ -96,9 +97,11 @@ constexpr float SUM_LIMIT_OF = 1.0f;
 template <>
 constexpr float SUM_LIMIT_OF<__half> = 65504.0f;
 constexpr float SUM_LIMIT = SUM_LIMIT_OF<element>;   // of a lane's sum of P over one tile
-// A sum out of range is brought to 2^SETTLED. In float16 that leaves room for 20 powers of two; with 18, scores that grow by 17 in a tile
-// were no faster, because a warp's rows then renormalise in different tiles. Lower still would cost precision of weights far below it.
-constexpr int SETTLED = SUM_LIMIT > 1.0f ? -4 : -HEADROOM;
+// A sum out of range is brought to 2^SETTLED; in a row that has moved before, to 2^SETTLED_AGAIN. In float16 such a row probably keeps
+// growing, and then has room for 20 powers of two; with 18, scores that grow by 17 in a tile gained nothing, because a warp's rows moved in
+// different tiles. The first move may be to a sink: all other weights are then far below it, and lower still, float16 would lose them.
+constexpr int SETTLED = SUM_LIMIT > 1.0f ? 0 : -HEADROOM;
+constexpr int SETTLED_AGAIN = SUM_LIMIT > 1.0f ? -4 : SETTLED;
 constexpr float OVERFLOWN = 0x1p126f;   // a sum this large, or NaN, means that FP32 may not hold some exponential
 constexpr float NOTHING_SEEN = -0x1p100f;   // a reference against which every realistic score overflows
 
@@ -164,7 +167,8 @@ __device__ __forceinline__ void exponentials(float (&S_reg)[NUM_SCORES], const f
   }
 }
 
-// Raises row h's reference by `powers` powers of two, at most 126.
+// Raises row h's reference by `powers` powers of two, at most 126. Of the columns of ones a lane holds two, which are equal; it divides by
+// the first. The second becomes infinite and stays so until the work tile ends: it says that the row has moved, at no register's cost.
 __device__ __forceinline__ void move_reference(float (&S_reg)[NUM_SCORES], float (&O_reg)[O_COLUMNS / 2], RowState& rows, float& sum,
                                                int h, int powers) {
   const float factor = __int_as_float((127 - powers) << 23);   // 2^-powers
@@ -179,6 +183,7 @@ __device__ __forceinline__ void move_reference(float (&S_reg)[NUM_SCORES], float
   for (int i = 0; i < O_COLUMNS / 2; ++i) {
     if (i / 2 % 2 == h) O_reg[i] *= factor;
   }
+  if (SETTLED_AGAIN != SETTLED && powers > 0) O_reg[WEIGHT + 2 * h + 1] = -NEG_INF;
 }
 
 // FP32 cannot hold exponentials of `overflowed` rows: some score is over a hundred powers of two above the reference. The warp recomputes
@@ -407,8 +412,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       count_fallback<0>(p, lane);
     }
   };
-  // Finishes a tile's softmax. Rows in which a lane's sum is out of range are first renormalised to 2^SETTLED. With `early`, P is rounded
-  // before that check, so that rounding some scores overlaps the exponentials of others, and again in rows that are renormalised.
+  // Finishes a tile's softmax. Rows in which a lane's sum is out of range are first renormalised. With `early`, P is rounded before that
+  // check, so that rounding some scores overlaps the exponentials of others, and again in rows that are renormalised.
   const auto finish_tile = [&](float (&sum)[HALVES], int tile, const Visible& visible, bool early) {
     if (early) round_P<TILE_KV>(P_reg, S_reg);
     if (__any_sync(FULL_WARP, !(sum[0] < SUM_LIMIT && sum[1] < SUM_LIMIT))) {
@@ -421,7 +426,9 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
         any_over[h] = __any_sync(FULL_WARP, !(sum[h] < SUM_LIMIT));   // in any of the warp's rows h; often few rows need it in a tile
         const unsigned bits = lanes_max<ROW_LANES>(__float_as_uint(sum[h]));   // sums are not negative: their bits order them, NaN last
         overflowed[h] = bits >= __float_as_uint(OVERFLOWN);
-        powers[h] = bits < __float_as_uint(SUM_LIMIT) || overflowed[h] ? 0 : min(126, static_cast<int>(bits >> 23) - 127 - SETTLED);
+        const bool moved = SETTLED_AGAIN != SETTLED && O_reg[WEIGHT + 2 * h + 1] != O_reg[WEIGHT + 2 * h];   // see move_reference
+        const int to = moved ? SETTLED_AGAIN : SETTLED;
+        powers[h] = bits < __float_as_uint(SUM_LIMIT) || overflowed[h] ? 0 : min(126, static_cast<int>(bits >> 23) - 127 - to);
       }
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) {
@@ -521,7 +528,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     float inv_weight[HALVES];
 #pragma unroll
     for (int h = 0; h < HALVES; ++h) {
-      const float weight = O_reg[HEAD_DIM / 2 + 2 * h];   // from the columns of ones, all 8 of which are equal
+      const float weight = O_reg[WEIGHT + 2 * h];
       inv_weight[h] = weight == 0.0f ? 0.0f : ptx::rcp_approx_ftz(weight);
     }
     if (of_done.LSE) {
