@@ -500,7 +500,7 @@ def test_parts_are_recorded_without_a_verdict_and_never_as_measurements(tmp_path
 
 @pytest.mark.usefixtures("_hopper")
 def test_levers_take_turns_with_their_stage_as_it_is(tmp_path: Path) -> None:
-    first, second = levers.names()[:2]
+    first, second = [one.name for one in levers.choose() if one.stage == "13_overlap"][:2]
     steps: list[tuple[int, int, str]] = []
     path = ablate.measure_levers(
         [first, second],
