@@ -99,7 +99,7 @@ constexpr float SUM_LIMIT_OF<__half> = 65504.0f;
 constexpr float SUM_LIMIT = SUM_LIMIT_OF<element>;   // of a lane's sum of P over one tile
 // A sum out of range is brought to 2^SETTLED; in a row that has moved before, to 2^SETTLED_AGAIN. In float16 such a row probably keeps
 // growing, and then has room for 20 powers of two; with 18, scores that grow by 17 in a tile gained nothing, because a warp's rows moved in
-// different tiles. The first move may be to a sink: all other weights are then far below it, and lower still, float16 would lose them.
+// different tiles. The first move may be to a sink: all other weights are then far below it, and settled lower, float16 would lose them.
 constexpr int SETTLED = SUM_LIMIT > 1.0f ? 0 : -HEADROOM;
 constexpr int SETTLED_AGAIN = SUM_LIMIT > 1.0f ? -4 : SETTLED;
 constexpr float OVERFLOWN = 0x1p126f;   // a sum this large, or NaN, means that FP32 may not hold some exponential
