@@ -25,10 +25,6 @@ constexpr int NUM_SCORES = TILE_KV / 2;    // per tile and thread
 constexpr bool ROUND_EARLY = HEAD_DIM == PANEL && PINGPONG;              // before the range check; raised rows are rounded again
 constexpr bool FIRST_APART = HEAD_DIM == PANEL && !WINDOW && (CAUSAL || PINGPONG);   // a work tile's first K/V tile has its own code
 constexpr bool MOVE_APART = HEAD_DIM == PANEL && CAUSAL && !PINGPONG;    // the renormalisation path rounds P itself, and returns
-// Where a renormalisation is counted. In shared memory it takes one instruction, yet without a mask, at one panel, inputs that have none
-// got slower; counting last made them faster causal at one panel, slower at two. None runs unless a row moves: it is where ptxas puts code.
-constexpr bool COUNT_IN_SHARED = HEAD_DIM != PANEL || CAUSAL;
-constexpr bool COUNT_LAST = HEAD_DIM == PANEL && CAUSAL;
 constexpr bool IN_SPANS = FIRST_APART && PINGPONG;   // in a partially masked first tile, only some columns are compared
 constexpr int ONES = 8;                    // columns of ones: the granularity of an instruction's N
 constexpr int O_COLUMNS = HEAD_DIM + ONES;
@@ -100,10 +96,18 @@ constexpr float SUM_LIMIT = SUM_LIMIT_OF<element>;   // of a lane's sum of P ove
 // A sum out of range is brought to 2^SETTLED; in a row that has moved before, to 2^SETTLED_AGAIN. In float16 such a row probably keeps
 // growing, and then has room for 20 powers of two; with 18, scores that grow by 17 in a tile gained nothing, because a warp's rows moved in
 // different tiles. The first move may be to a sink: all other weights are then far below it, and settled lower, float16 would lose them.
-constexpr int SETTLED = SUM_LIMIT > 1.0f ? 0 : -HEADROOM;
-constexpr int SETTLED_AGAIN = SUM_LIMIT > 1.0f ? -4 : SETTLED;
-constexpr float OVERFLOWN = 0x1p126f;   // a sum this large, or NaN, means that FP32 may not hold some exponential
+constexpr bool NARROW = SUM_LIMIT > 1.0f;   // float16
+constexpr int SETTLED = NARROW ? 0 : -HEADROOM;
+constexpr int SETTLED_AGAIN = NARROW ? -4 : SETTLED;
+// A sum this large, or NaN, means that FP32 may not hold some exponential. Below it, a move in float16 is of at most MOST_POWERS.
+constexpr float OVERFLOWN = NARROW ? 0x1p122f : 0x1p126f;
+constexpr int MOST_POWERS = 126;            // 2^-126 is FP32's smallest normal number
 constexpr float NOTHING_SEEN = -0x1p100f;   // a reference against which every realistic score overflows
+
+// Where a move is counted. In shared memory it takes one instruction, yet in bfloat16, at one panel without a mask, inputs on which no row
+// moves got slower; counting last made them faster causal at one panel, slower at two. They never run it: it changes the order of the loop.
+constexpr bool COUNT_IN_SHARED = NARROW || HEAD_DIM != PANEL || CAUSAL;
+constexpr bool COUNT_LAST = HEAD_DIM == PANEL && CAUSAL;
 
 // The columns of a tile that a lane's rows see: from first_key[h] on and below num_keys[h], counted from the lane's first column.
 struct Visible {
@@ -167,8 +171,9 @@ __device__ __forceinline__ void exponentials(float (&S_reg)[NUM_SCORES], const f
   }
 }
 
-// Raises row h's reference by `powers` powers of two, at most 126. Of the columns of ones a lane holds two, which are equal; it divides by
-// the first. The second becomes infinite and stays so until the work tile ends: it says that the row has moved, at no register's cost.
+// Raises row h's reference by `powers` powers of two, at most MOST_POWERS. Of the columns of ones a lane holds two, which are equal; it
+// divides by the first. The second becomes infinite and stays so until the work tile ends: it says that the row has moved, at no register's
+// cost.
 __device__ __forceinline__ void move_reference(float (&S_reg)[NUM_SCORES], float (&O_reg)[O_COLUMNS / 2], RowState& rows, float& sum,
                                                int h, int powers) {
   const float factor = __int_as_float((127 - powers) << 23);   // 2^-powers
@@ -424,11 +429,14 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) {
         any_over[h] = __any_sync(FULL_WARP, !(sum[h] < SUM_LIMIT));   // in any of the warp's rows h; often few rows need it in a tile
-        const unsigned bits = lanes_max<ROW_LANES>(__float_as_uint(sum[h]));   // sums are not negative: their bits order them, NaN last
+        // The row's largest sum, by three shuffles that do not wait for each other. Sums are not negative: their bits order them, NaN last.
+        const unsigned own_bits = __float_as_uint(sum[h]);
+        const auto bits_of = [&](int distance) { return __shfl_xor_sync(FULL_WARP, own_bits, distance); };
+        const unsigned bits = max(max(own_bits, bits_of(1)), max(bits_of(2), bits_of(3)));
         overflowed[h] = bits >= __float_as_uint(OVERFLOWN);
         const bool moved = SETTLED_AGAIN != SETTLED && O_reg[WEIGHT + 2 * h + 1] != O_reg[WEIGHT + 2 * h];   // see move_reference
-        const int to = moved ? SETTLED_AGAIN : SETTLED;
-        powers[h] = bits < __float_as_uint(SUM_LIMIT) || overflowed[h] ? 0 : min(126, static_cast<int>(bits >> 23) - 127 - to);
+        const int raised = static_cast<int>(bits >> 23) - 127 - (moved ? SETTLED_AGAIN : SETTLED);
+        powers[h] = bits < __float_as_uint(SUM_LIMIT) || overflowed[h] ? 0 : NARROW ? raised : min(MOST_POWERS, raised);
       }
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) {
