@@ -278,6 +278,32 @@ def test_both_fallbacks_are_reached_at_every_head_dim(head_dim: int, dtype: DTyp
 
 
 @needs_compiler
+@pytest.mark.parametrize("dtype", LAST.dtypes)
+@pytest.mark.parametrize("moved", [False, True], ids=["first move", "second move"])
+def test_a_row_rises_by_any_power_of_two(moved: bool, dtype: DType) -> None:
+    """A factor of 2^-126 is the smallest that is normal: rows that rise by more must be computed again.
+
+    Each row has a score some powers of two above all that it saw before: with some rows a move does, with others not.
+    """
+    rows, head_dim, tile = 64, 64, 128
+    powers = np.linspace(90.0, 190.0, rows)
+    shape = {"q_len": rows, "kv_len": 3 * tile, "head_dim": head_dim}
+    q, k, v = make_inputs(Problem(batch=1, q_heads=1, kv_heads=1, dtype=dtype, **shape))
+    columns = np.zeros((2, 1, 1, rows, head_dim))
+    columns[0, ..., 0], columns[1, ..., 1] = powers, 40.0  # a tile's key selects one by its only element
+    to_score = np.log(2) * np.sqrt(head_dim)
+    q = (columns.sum(axis=0) * to_score).astype(q.dtype)
+    k = np.zeros_like(k)
+    k[..., 5, 0] = 1.0
+    if moved:
+        k[..., tile + 5, 1] = k[..., 5, 1] = 1.0
+    found = emulate(q, k, v, stage=LAST.id, count_fallbacks=True)
+    assert check(np.asarray(found.out), found.lse, q, k, v, causal=False, dtype=dtype).reason == ""
+    assert found.fallbacks is not None
+    assert 0 < found.fallbacks.recomputed < found.fallbacks.renormalized
+
+
+@needs_compiler
 def test_rows_that_outgrow_float16_in_every_tile_move_in_every_second() -> None:
     """Steps of 12 nats are 17.3 powers of two: more than float16 holds above 1, less than a moved row has room for."""
     problem = Problem(batch=1, q_heads=1, kv_heads=1, q_len=64, kv_len=1024, head_dim=64, inputs="steps")
