@@ -34,7 +34,7 @@ HEADROOM: dict[DType, int] = {"float16": 2, "bfloat16": 48}
 SUM_LIMIT: dict[DType, float] = {"float16": 65504.0, "bfloat16": 1.0}
 SETTLED: dict[DType, int] = {"float16": 0, "bfloat16": -48}
 SETTLED_AGAIN: dict[DType, int] = {"float16": -4, "bfloat16": -48}
-OVERFLOWN = 2.0**126
+OVERFLOWN: dict[DType, float] = {"float16": 2.0**122, "bfloat16": 2.0**126}
 """These five are of kernels/17_around_the_loop.cu."""
 
 
@@ -66,9 +66,9 @@ def settled(scores: Array, v: Array, dtype: DType, keys: int, *, top_exact: bool
             # The four lanes of a row have two of every eight columns each; the largest of their sums counts.
             sums = weights.reshape(len(scores), -1, 4, 2).sum(axis=(1, 3)).max(axis=1, keepdims=True)
         to = np.where(has_moved, SETTLED_AGAIN[dtype], SETTLED[dtype])
-        powers = np.where(sums < SUM_LIMIT[dtype], 0, np.frexp(np.minimum(sums, OVERFLOWN))[1] - 1 - to)
+        powers = np.where(sums < SUM_LIMIT[dtype], 0, np.frexp(np.minimum(sums, OVERFLOWN[dtype]))[1] - 1 - to)
         moved = reference + np.minimum(powers, 126).astype(np.float32)
-        lost = sums >= OVERFLOWN
+        lost = sums >= OVERFLOWN[dtype]
         has_moved |= (powers > 0) & ~lost
         moved = np.where(lost, of_tile.max(axis=1, keepdims=True) + np.float32(HEADROOM[dtype]), moved)
         factor = np.exp2(reference - moved)
