@@ -2,12 +2,20 @@
 // Question: what do a work tile's prologue and epilogue cost a kernel whose main loop is as fast as its GEMMs and softmax allow?
 // Change: K and V of the next work tile are loaded before its Q has arrived; in the first tile, rounding P overlaps the exponentials, and
 //         only partially masked columns are compared; the next work tile is read under the last PV GEMM; a row is divided by an approximate
-//         reciprocal, its FP32 sum is reduced for the log-sum-exp alone; causal, the last section of heads has work for every block.
+//         reciprocal, its FP32 sum is reduced for the log-sum-exp alone; causal, the last section of heads has work for every block; in
+//         float16 at one panel, every fifth K/V tile is read before those between (TileOrder).
 // Layout: warpgroup 0 loads, one warp Q, the others K and V; consumer warpgroup c has rows 64·c onwards. site/stages/17_around_the_loop.md.
 // Requires: sm_90a.
 #define WORK_BEFORE_Q 1             // see late_fetch.cuh
 #define LAST_SECTION_FILLS CAUSAL   // likewise: where work tiles differ in length
+#define COARSE_STRIDE COARSE_STRIDE_OF<element>   // likewise
 #include "hopper.cuh"
+// Only float16 has so little range that scores which grow by a few nats per tile move a row again and again; at two panels a move costs a
+// smaller part of a tile, and the order more than it gains. By 5 - 1 the producer divides faster than by 3.
+template <typename T>
+constexpr int COARSE_STRIDE_OF = 1;
+template <>
+constexpr int COARSE_STRIDE_OF<__half> = HEAD_DIM == PANEL ? 5 : 1;
 #include "late_fetch.cuh"
 #include "softcap.cuh"
 #include "pingpong.cuh"
@@ -93,20 +101,15 @@ constexpr float SUM_LIMIT_OF = 1.0f;
 template <>
 constexpr float SUM_LIMIT_OF<__half> = 65504.0f;
 constexpr float SUM_LIMIT = SUM_LIMIT_OF<element>;   // of a lane's sum of P over one tile
-// A sum out of range is brought to 2^SETTLED; in a row that has moved before, to 2^SETTLED_AGAIN. In float16 such a row probably keeps
-// growing, and then has room for 20 powers of two; with 18, scores that grow by 17 in a tile gained nothing, because a warp's rows moved in
-// different tiles. The first move may be to a sink: all other weights are then far below it, and settled lower, float16 would lose them.
-constexpr bool NARROW = SUM_LIMIT > 1.0f;   // float16
-constexpr int SETTLED = NARROW ? 0 : -HEADROOM;
-constexpr int SETTLED_AGAIN = NARROW ? -4 : SETTLED;
-// A sum this large, or NaN, means that FP32 may not hold some exponential. Below it, a move in float16 is of at most MOST_POWERS.
-constexpr float OVERFLOWN = NARROW ? 0x1p122f : 0x1p126f;
-constexpr int MOST_POWERS = 126;            // 2^-126 is FP32's smallest normal number
+// A sum out of range is brought to 2^SETTLED. 2^-2 in float16, too, would leave more room, but was slower where scores grow by about that
+// much in a tile or two: a warp's rows then renormalise in different tiles, so that the warp does so in every one.
+constexpr int SETTLED = SUM_LIMIT > 1.0f ? 0 : -HEADROOM;
+constexpr float OVERFLOWN = 0x1p126f;       // a sum this large, or NaN, means that FP32 may not hold some exponential
 constexpr float NOTHING_SEEN = -0x1p100f;   // a reference against which every realistic score overflows
 
 // Where a move is counted. In shared memory it takes one instruction, yet in bfloat16, at one panel without a mask, inputs on which no row
 // moves got slower; counting last made them faster causal at one panel, slower at two. They never run it: it changes the order of the loop.
-constexpr bool COUNT_IN_SHARED = NARROW || HEAD_DIM != PANEL || CAUSAL;
+constexpr bool COUNT_IN_SHARED = SUM_LIMIT > 1.0f || HEAD_DIM != PANEL || CAUSAL;
 constexpr bool COUNT_LAST = HEAD_DIM == PANEL && CAUSAL;
 
 // The columns of a tile that a lane's rows see: from first_key[h] on and below num_keys[h], counted from the lane's first column.
@@ -171,9 +174,7 @@ __device__ __forceinline__ void exponentials(float (&S_reg)[NUM_SCORES], const f
   }
 }
 
-// Raises row h's reference by `powers` powers of two, at most MOST_POWERS. Of the columns of ones a lane holds two, which are equal; it
-// divides by the first. The second becomes infinite and stays so until the work tile ends: it says that the row has moved, at no register's
-// cost.
+// Raises row h's reference by `powers` powers of two, at most 126.
 __device__ __forceinline__ void move_reference(float (&S_reg)[NUM_SCORES], float (&O_reg)[O_COLUMNS / 2], RowState& rows, float& sum,
                                                int h, int powers) {
   const float factor = __int_as_float((127 - powers) << 23);   // 2^-powers
@@ -188,7 +189,6 @@ __device__ __forceinline__ void move_reference(float (&S_reg)[NUM_SCORES], float
   for (int i = 0; i < O_COLUMNS / 2; ++i) {
     if (i / 2 % 2 == h) O_reg[i] *= factor;
   }
-  if (SETTLED_AGAIN != SETTLED && powers > 0) O_reg[WEIGHT + 2 * h + 1] = -NEG_INF;
 }
 
 // FP32 cannot hold exponentials of `overflowed` rows: some score is over a hundred powers of two above the reference. The warp recomputes
@@ -418,8 +418,9 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
     }
   };
   // Finishes a tile's softmax. Rows in which a lane's sum is out of range are first renormalised. With `early`, P is rounded before that
-  // check, so that rounding some scores overlaps the exponentials of others, and again in rows that are renormalised.
-  const auto finish_tile = [&](float (&sum)[HALVES], int tile, const Visible& visible, bool early) {
+  // check, so that rounding some scores overlaps the exponentials of others, and again in rows that are renormalised. `tile` counts the
+  // tiles left to read; a partially masked tile has the same number, a whole one that of TileOrder.
+  const auto finish_tile = [&](float (&sum)[HALVES], int tile, bool whole, const Visible& visible, bool early) {
     if (early) round_P<TILE_KV>(P_reg, S_reg);
     if (__any_sync(FULL_WARP, !(sum[0] < SUM_LIMIT && sum[1] < SUM_LIMIT))) {
       if constexpr (!COUNT_LAST) count_move();
@@ -434,9 +435,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
         const auto bits_of = [&](int distance) { return __shfl_xor_sync(FULL_WARP, own_bits, distance); };
         const unsigned bits = max(max(own_bits, bits_of(1)), max(bits_of(2), bits_of(3)));
         overflowed[h] = bits >= __float_as_uint(OVERFLOWN);
-        const bool moved = SETTLED_AGAIN != SETTLED && O_reg[WEIGHT + 2 * h + 1] != O_reg[WEIGHT + 2 * h];   // see move_reference
-        const int raised = static_cast<int>(bits >> 23) - 127 - (moved ? SETTLED_AGAIN : SETTLED);
-        powers[h] = bits < __float_as_uint(SUM_LIMIT) || overflowed[h] ? 0 : NARROW ? raised : min(MOST_POWERS, raised);
+        const int raised = min(126, static_cast<int>(bits >> 23) - 127 - SETTLED);
+        powers[h] = bits < __float_as_uint(SUM_LIMIT) || overflowed[h] ? 0 : raised;
       }
 #pragma unroll
       for (int h = 0; h < HALVES; ++h) {
@@ -446,7 +446,8 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       }
       if (any_overflowed) {
         const element* Q_smem = smem.Q[Q_buffer(count)][consumer];
-        rescore(S_reg, O_reg, rows, sum, overflowed, Q_reg, Q_smem, own(), current(), tile, visible, warp, lane);
+        const int K_tile = whole ? TileOrder(current()).at(tile) : tile;
+        rescore(S_reg, O_reg, rows, sum, overflowed, Q_reg, Q_smem, own(), current(), K_tile, visible, warp, lane);
         if (early) round_P<TILE_KV>(P_reg, S_reg);
       }
       if constexpr (COUNT_LAST) count_move();
@@ -506,7 +507,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       exponentials<false>(S_reg, reference, p.scale_log2, sums);
     }
     float sum[HALVES] = {sums.of(0), sums.of(1)};
-    finish_tile(sum, tile, visible, ROUND_EARLY && FIRST_APART && first);
+    finish_tile(sum, tile, false, visible, ROUND_EARLY && FIRST_APART && first);
   };
   // A work tile's first K/V tile, or a further one that is partially masked or the first that some row sees.
   const auto masked_tile = [&](int tile, int first_whole, bool first) {
@@ -614,7 +615,7 @@ __device__ __forceinline__ void consume(const AttentionParams& p, const Attentio
       TileSums sums;
       exponentials<false>(S_reg, rows.max, p.scale_log2, sums);
       float sum[HALVES] = {sums.of(0), sums.of(1)};
-      finish_tile(sum, tile, {}, ROUND_EARLY);
+      finish_tile(sum, tile, true, {}, ROUND_EARLY);
       kv = after;
     }
     if constexpr (WINDOW) {

@@ -19,6 +19,11 @@ constexpr int Q_BUFFERS = HEAD_DIM > 128 ? 1 : Q_STAGES;
 #ifndef LAST_SECTION_FILLS
 #define LAST_SECTION_FILLS 0
 #endif
+// Every so many K/V tiles, one is read before those between them (TileOrder); 1: all are read from the last to the first. A stage may
+// define it.
+#ifndef COARSE_STRIDE
+#define COARSE_STRIDE 1
+#endif
 constexpr int TAKE_AHEAD = 2;              // the next work tile is fetched when this many K/V tiles remain after the one to be loaded next
 constexpr long long L2_SHARE_BYTES = static_cast<long long>(L2_SHARE_MB) << 20;
 
@@ -40,6 +45,28 @@ __device__ __forceinline__ Place<Q_STAGES> Q_place(int count) {   // the same fr
   return {count % Q_STAGES, static_cast<unsigned>(count / Q_STAGES & 1)};
 }
 __device__ __forceinline__ int Q_buffer(int count) { return Q_BUFFERS == 1 ? 0 : count % Q_STAGES; }
+
+// The order in which a block reads a work tile's K/V tiles. The last ones, which may be masked for some row, come first, in descending
+// order. So do the others, or with COARSE_STRIDE every so many of them, and then those between, in ascending order: where scores grow
+// towards the first key, most tiles then hold none above those read before.
+struct TileOrder {
+  // Whatever the lengths, a row that does not see a tile whole can only be found in so many of the last tiles.
+  static constexpr int LAST = CAUSAL ? (NUM_CONSUMERS * WGMMA_ROWS + 2 * TILE_KV - 2) / TILE_KV : 1;
+  static constexpr int STRIDE = WINDOW ? 1 : COARSE_STRIDE;
+  unsigned others, coarse;   // number of other tiles; of these, of those read first
+  __device__ __forceinline__ explicit TileOrder(const WorkTile& work)
+      : others(max(0, work.num_tiles - LAST)), coarse((others + STRIDE - 1) / STRIDE) {}
+  // The tile after which `left` are left to read.
+  __device__ __forceinline__ int at(int left) const {
+    if constexpr (STRIDE > 1) {
+      if (left < static_cast<int>(others)) {
+        const unsigned read = others - 1 - left, between = read - coarse;
+        return read < coarse ? (coarse - 1 - read) * STRIDE : between + between / max(STRIDE - 1, 1) + 1;
+      }
+    }
+    return left;
+  }
+};
 
 #if !VARLEN
 // The tile scheduler. Work tiles come from an atomic counter, in sections of as many heads as fit their K and V into a share of the L2
@@ -158,7 +185,7 @@ __device__ __forceinline__ void fetch_Q(const AttentionParams& p, const Attentio
 }
 
 // The other producer warps: load K and V as soon as stages are free, and signal when a work tile is near its end. K/V tiles are loaded
-// from the last to the first, so that the partially masked ones come first.
+// in TileOrder, in which the partially masked ones come first.
 template <class Smem>
 __device__ __forceinline__ void fetch_KV(const AttentionParams& p, const AttentionMaps& maps, Smem& smem, int thread) {
   KvPlace kv;
@@ -181,8 +208,9 @@ __device__ __forceinline__ void fetch_KV(const AttentionParams& p, const Attenti
     const int first_tile = first_tile_of_rows(own, work.first_q_row);
     const int last_tiles = first_tile + min(work.num_tiles - 1, TAKE_AHEAD);
     if (work.num_tiles == 0 && thread == 0) ptx::mbarrier_arrive(&smem.end_near);
-    for (int tile = first_tile + work.num_tiles - 1; tile >= first_tile; --tile, kv = kv.next()) {
-      if (tile == last_tiles && thread == 0) ptx::mbarrier_arrive(&smem.end_near);
+    for (int i = first_tile + work.num_tiles - 1; i >= first_tile; --i, kv = kv.next()) {
+      const int tile = TileOrder(work).at(i);
+      if (i == last_tiles && thread == 0) ptx::mbarrier_arrive(&smem.end_near);
       ptx::mbarrier_wait_parity(&smem.K_empty[kv.stage], kv.parity ^ 1);   // the consumers have released the stage's previous tile
       fill_begin(&smem.K_full[kv.stage], TILE_BYTES<TILE_KV>);
       fill<TILE_KV, KV_THREADS>(smem.K[kv.stage], K_source, tile * TILE_KV, &smem.K_full[kv.stage], thread);
