@@ -2,20 +2,16 @@
 // Question: what do a work tile's prologue and epilogue cost a kernel whose main loop is as fast as its GEMMs and softmax allow?
 // Change: K and V of the next work tile are loaded before its Q has arrived; in the first tile, rounding P overlaps the exponentials, and
 //         only partially masked columns are compared; the next work tile is read under the last PV GEMM; a row is divided by an approximate
-//         reciprocal, its FP32 sum is reduced for the log-sum-exp alone; causal, the last section of heads has work for every block; in
-//         float16 at one panel, every fifth K/V tile is read before those between (TileOrder).
+//         reciprocal, its FP32 sum is reduced for the log-sum-exp alone; causal, the last section of heads has work for every block; at
+//         one panel, every fifth K/V tile is read before those between (TileOrder).
 // Layout: warpgroup 0 loads, one warp Q, the others K and V; consumer warpgroup c has rows 64·c onwards. site/stages/17_around_the_loop.md.
 // Requires: sm_90a.
 #define WORK_BEFORE_Q 1             // see late_fetch.cuh
 #define LAST_SECTION_FILLS CAUSAL   // likewise: where work tiles differ in length
-#define COARSE_STRIDE COARSE_STRIDE_OF<element>   // likewise
+// Scores that grow by a few nats per tile otherwise move a row again and again. At two panels a move costs a smaller part of a tile, and the
+// order more than it gains. By 5 - 1 the producer divides faster than by 3. See late_fetch.cuh.
+#define COARSE_STRIDE (HEAD_DIM == PANEL ? 5 : 1)
 #include "hopper.cuh"
-// Only float16 has so little range that scores which grow by a few nats per tile move a row again and again; at two panels a move costs a
-// smaller part of a tile, and the order more than it gains. By 5 - 1 the producer divides faster than by 3.
-template <typename T>
-constexpr int COARSE_STRIDE_OF = 1;
-template <>
-constexpr int COARSE_STRIDE_OF<__half> = HEAD_DIM == PANEL ? 5 : 1;
 #include "late_fetch.cuh"
 #include "softcap.cuh"
 #include "pingpong.cuh"
