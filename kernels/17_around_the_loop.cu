@@ -3,14 +3,14 @@
 // Change: K and V of the next work tile are loaded before its Q has arrived; in the first tile, rounding P overlaps the exponentials, and
 //         only partially masked columns are compared; the next work tile is read under the last PV GEMM; a row is divided by an approximate
 //         reciprocal, its FP32 sum is reduced for the log-sum-exp alone; causal, the last section of heads has work for every block; at
-//         one panel, every fifth K/V tile is read before those between (TileOrder).
+//         one panel, and at two without a mask, every fifth K/V tile is read before those between (TileOrder).
 // Layout: warpgroup 0 loads, one warp Q, the others K and V; consumer warpgroup c has rows 64·c onwards. site/stages/17_around_the_loop.md.
 // Requires: sm_90a.
 #define WORK_BEFORE_Q 1             // see late_fetch.cuh
 #define LAST_SECTION_FILLS CAUSAL   // likewise: where work tiles differ in length
-// Scores that grow by a few nats per tile otherwise move a row again and again. At two panels a move costs a smaller part of a tile, and the
-// order more than it gains. By 5 - 1 the producer divides faster than by 3. See late_fetch.cuh.
-#define COARSE_STRIDE (HEAD_DIM == PANEL ? 5 : 1)
+// Scores that grow by a few nats per tile otherwise move a row again and again. At two panels a move costs a smaller part of a tile, and
+// causal the order costs more than it gains. By 5 - 1 the producer divides faster than by 3. See late_fetch.cuh.
+#define COARSE_STRIDE (HEAD_DIM == PANEL || (HEAD_DIM == 2 * PANEL && !CAUSAL) ? 5 : 1)
 #include "hopper.cuh"
 #include "late_fetch.cuh"
 #include "softcap.cuh"

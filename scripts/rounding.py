@@ -6,7 +6,7 @@ prints the root-mean-square and the largest error against float64, over 256 head
 
     running    against the maximum of the tiles so far, divided by the sum of the weights as they were: FlashAttention
     settled    against the reference of 17_around_the_loop, divided by the sum of the rounded weights; 16_ones_column
-               reads the tiles in another order at a head dim of 64
+               reads the tiles from the last to the first
     top exact  as settled, with each row's largest weight left as it was
 
 each also over that of the first. No kernel takes part: so much of what the last rungs have beyond FlashAttention
@@ -34,14 +34,14 @@ HEADROOM: dict[DType, int] = {"float16": 2, "bfloat16": 48}
 SUM_LIMIT: dict[DType, float] = {"float16": 65504.0, "bfloat16": 1.0}
 SETTLED: dict[DType, int] = {"float16": 0, "bfloat16": -48}
 OVERFLOWN = 2.0**126
-"""These four are of kernels/17_around_the_loop.cu."""
+COARSE_STRIDE = 5
+"""These five are of kernels/17_around_the_loop.cu."""
 
 
-def order(tiles: int, stride: int) -> list[int]:
+def order(tiles: int) -> list[int]:
     """The order in which a block reads its K/V tiles without a mask (`TileOrder` in kernels/common/late_fetch.cuh)."""
-    coarse = [] if stride == 1 else list(range(0, tiles - 1, stride))
-    between = [tile for tile in range(tiles - 1) if tile not in coarse]
-    return [tiles - 1, *reversed(between)] if stride == 1 else [tiles - 1, *reversed(coarse), *between]
+    coarse = range(0, tiles - 1, COARSE_STRIDE)
+    return [tiles - 1, *reversed(coarse), *(tile for tile in range(tiles - 1) if tile not in coarse)]
 
 
 def running(scores: Array, v: Array, dtype: DType, keys: int = 128) -> Array:
@@ -58,13 +58,13 @@ def running(scores: Array, v: Array, dtype: DType, keys: int = 128) -> Array:
     return out / total
 
 
-def settled(scores: Array, v: Array, dtype: DType, keys: int, stride: int, *, top_exact: bool = False) -> Array:
+def settled(scores: Array, v: Array, dtype: DType, keys: int, *, top_exact: bool = False) -> Array:
     """As `running`, in `order`; a row's first eight scores settle the reference, which moves by powers of two."""
     largest = scores.max(axis=1, keepdims=True)
     first = scores.shape[1] - keys
     reference = scores[:, first : first + 8].max(axis=1, keepdims=True) + np.float32(HEADROOM[dtype])
     total = out = np.float32(0)
-    for tile in (keys * number for number in order(scores.shape[1] // keys, stride)):
+    for tile in (keys * number for number in order(scores.shape[1] // keys)):
         of_tile = scores[:, tile : tile + keys]
         with np.errstate(over="ignore"):
             weights = np.exp2(of_tile - reference)
@@ -89,7 +89,6 @@ def errors(problem: Problem, draw: int = 0) -> dict[str, tuple[float, float]]:
     """Of each way, the root-mean-square and the largest error over all heads."""
     q, k, v = (oracle.to_float(x).reshape(-1, *x.shape[2:]) for x in oracle.make_inputs(problem, draw))
     keys = 128 if problem.head_dim == 64 else 64  # a tile of the last rungs
-    stride = 5 if problem.head_dim == 64 else 1
     scale = np.float32(oracle.default_scale(problem.head_dim) * np.log2(np.e))
     squares: dict[str, float] = {}
     largest: dict[str, float] = {}
@@ -100,8 +99,8 @@ def errors(problem: Problem, draw: int = 0) -> dict[str, tuple[float, float]]:
         scores = q_head @ k_head.T * scale
         outputs = {
             "running": running(scores, v_head, problem.dtype),
-            "settled": settled(scores, v_head, problem.dtype, keys, stride),
-            "top exact": settled(scores, v_head, problem.dtype, keys, stride, top_exact=True),
+            "settled": settled(scores, v_head, problem.dtype, keys),
+            "top exact": settled(scores, v_head, problem.dtype, keys, top_exact=True),
         }
         for way, out in outputs.items():
             error = np.abs(oracle.round_to(out, problem.dtype) - exact)
