@@ -137,13 +137,17 @@ def test_suites_hold_each_problem_once_full_and_causal(name: str) -> None:
 
 def test_the_suites_of_inputs_offsets_and_shared_heads() -> None:
     found = {name: suite(name) for name in ("inputs", "offsets", "gqa")}
-    for problems in found.values():
-        assert len(problems) == 16
+    for name, problems in found.items():
+        assert len(problems) == (20 if name == "gqa" else 16)
         assert {p.head_dim for p in problems} == {64, 128}
         assert {p.dtype for p in problems} == set(DTYPES)
     assert {(p.batch, p.q_heads, p.q_len) for p in found["inputs"]} == {(16, 16, 2048), (4, 16, 8192)}
     assert {(p.q_len, p.kv_len) for p in found["offsets"]} == {(2048, 2049), (512, 4609), (2048, 6144), (100, 1000)}
-    assert {(p.batch, p.q_heads, p.kv_heads, p.kv_len) for p in found["gqa"]} == {(4, 32, 8, 4096), (4, 32, 1, 4096)}
+    assert {(p.batch, p.q_heads, p.kv_heads, p.kv_len) for p in found["gqa"]} == {
+        (4, 32, 8, 4096),
+        (4, 32, 1, 4096),
+        (2, 32, 8, 8192),
+    }
 
 
 def test_the_standard_suite_covers_the_standard_shapes_and_both_types_at_the_first() -> None:
