@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import synthetic
 
+from flashlab.core.errors import LaunchError
 from flashlab.core.problem import Problem
 from flashlab.experiments import enqueue
 from flashlab.record import store
@@ -50,6 +51,13 @@ def test_every_call_is_timed_or_missing_with_a_reason() -> None:
     ]
 
 
+def test_a_first_call_is_timed_in_a_process_of_its_own() -> None:
+    pytest.importorskip("torch", reason="needs torch: pip install torch")
+    assert enqueue.first_call_us(DECODING, "cpu") > 0
+    with pytest.raises(LaunchError, match="no-such-device"):
+        enqueue.first_call_us(DECODING, "no-such-device")
+
+
 def test_a_librarys_calls_are_waited_for_one_by_one() -> None:
     sent: list[Any] = []
     done: list[str] = []
@@ -75,6 +83,7 @@ def test_the_page_has_what_a_call_takes_beyond_the_launch(tmp_path: Path) -> Non
     records = [
         *(_record(name, times, waits=False) for name, times in ((enqueue.LAUNCH, (4.0, 4.0, 5.0)), ("sdpa", (16.0,)))),
         _record("flashlab.attention", (13.0, 14.0, 20.0), waits=False),
+        _record(enqueue.FIRST, (30000.0, 30100.0, 32000.0), waits=False),
         waited,
     ]
     path = tmp_path / "nvidia-h200" / "calls" / f"{waited.run}.jsonl"
@@ -89,4 +98,5 @@ def test_the_page_has_what_a_call_takes_beyond_the_launch(tmp_path: Path) -> Non
         [f"`{enqueue.LAUNCH}`", "4.00", "4.00–5.00", "–"],
         ["`sdpa`", "16.0", "16.0–16.0", "–"],
         ["`flashlab.attention`", "14.0", "13.0–20.0", "10.0"],
+        [f"`{enqueue.FIRST}`", "30,100", "30,000–32,000", "–"],
     ]

@@ -1,16 +1,18 @@
-"""What a call costs the host: the time to enqueue it, on torch tensors of a layout that earlier calls had.
+"""What a call costs the host: the time to enqueue it, on torch tensors of a layout that earlier calls had, or first.
 
     flashlab enqueue         prepared calls, the functions, the operators and SDPA
 
 A sample is the mean of many calls in a row, fewer than the driver queues without making the host wait. The GPU is idle
 when they begin, and what it still has to do when they end does not count. A claim is about single calls of a library,
-each with the wait for its end.
+each with the wait for its end. First calls are each of a process of their own.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 import random
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +22,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from flashlab.core.errors import LaunchError
 from flashlab.core.paths import DATA
 from flashlab.core.problem import Problem
 from flashlab.kernels import peers
 from flashlab.measure.cells import GpuWorker, record_rows
-from flashlab.measure.harness import Message, serve
+from flashlab.measure.harness import REASON_CHARS, Message, serve
 from flashlab.measure.options import Options
 from flashlab.query import select
 from flashlab.query.rows import grouped
@@ -39,6 +42,9 @@ PROBLEMS = (Problem.parse("1x8x512x64"), Problem.parse("4x32x8x1x8192x128"))
 """A short prefill and a decoding step; the latter also over pages."""
 LAUNCH = "flashlab.prepare(q, k, v)()"
 """The launch alone: the other calls of flashlab are shown with what they take beyond it."""
+FIRST = "first flashlab.attention"
+"""The first call of a process, of a kernel compiled before: it plans the call, and reads and loads the machine code."""
+FIRST_CALLS = 3
 SAMPLES, CALLS = 41, 200
 """Samples of each, and calls in one."""
 SINGLE_CALLS = 300
@@ -62,7 +68,7 @@ def measure(
     job: Message = {"problems": [asdict(problem) for problem in problems], "samples": samples, "calls": calls}
     job |= {"library": library and peers.get(library).name}
     options = replace(options, worker=OPTIONS.worker)
-    return record_rows(Call, job, options, step_s=_TIMEOUT_S, total_s=_TIMEOUT_S)
+    return record_rows(Call, job, options, step_s=_TIMEOUT_S, total_s=2 * _TIMEOUT_S)
 
 
 class _Worker(GpuWorker):
@@ -84,6 +90,12 @@ class _Worker(GpuWorker):
                     launch = {LAUNCH: prepare(q, k, v, **problem.options)}
                     functions = {**launch, **calls(self.torch, problem, q, k, v)}
                 self.time(problem, functions, self.torch.cuda.synchronize)
+                if not library:
+                    self.send({"type": "step", "what": f"{FIRST} at {problem.label}"})
+                    with self.attempt(f"{FIRST} at {problem.label}"):
+                        times_us = [first_call_us(problem, f"cuda:{self.device}") for _ in range(FIRST_CALLS)]
+                        row = {"name": FIRST, "problem": asdict(problem), "time_us": times_us, "waits": False}
+                        self.send({"type": "row", "row": row})
 
     def time(self, problem: Problem, functions: Mapping[str, Callable[[], Any]], wait: Callable[[], None]) -> None:
         """Send a row per function; `wait` returns when the GPU is idle. Each call of a job's library is waited for."""
@@ -113,6 +125,34 @@ class _Worker(GpuWorker):
             self.send({"type": "row", "row": row})
 
 
+def first_call_us(problem: Problem, device: str) -> float:
+    """Microseconds of a new process's first call on torch's device of that name, without imports and torch's start.
+
+    Raises:
+        LaunchError: the process failed.
+    """
+    command = (sys.executable, "-m", __spec__.name, json.dumps(asdict(problem)), device)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    if run.returncode:
+        raise LaunchError(f"the first call of a process: {run.stderr.strip()[-REASON_CHARS:]}")
+    return float(run.stdout)
+
+
+def _first_call(fields: str, device: str) -> None:
+    """Print the microseconds of this process's first call, on standard normal inputs."""
+    torch = importlib.import_module("torch")
+    problem = Problem(**json.loads(fields))
+    q, k, v = (
+        torch.randn(problem.batch, heads, length, problem.head_dim, dtype=getattr(torch, problem.dtype), device=device)
+        for heads, length in ((problem.q_heads, problem.q_len), *[(problem.kv_heads, problem.kv_len)] * 2)
+    )
+    if q.is_cuda:
+        torch.cuda.synchronize(q.device)
+    began = time.perf_counter()
+    attention(q, k, v, **problem.options)
+    print((time.perf_counter() - began) * 1e6)
+
+
 def calls(torch: Any, problem: Problem, q: Any, k: Any, v: Any) -> dict[str, Callable[[], Any]]:
     """The public calls on a problem's tensors, by name; for one query row also those over pages of other keys."""
     module = importlib.import_module("flashlab.torch")
@@ -140,7 +180,8 @@ def calls(torch: Any, problem: Problem, q: Any, k: Any, v: Any) -> dict[str, Cal
 
 
 def shown(records: Sequence[Call]) -> list[dict[str, Any]]:
-    """The newest run's rows: problem, name, `time_us`, and `beyond_us`, the time beyond the launch; None for SDPA."""
+    """The newest run's rows: problem, name, `time_us`, and `beyond_us`, the time beyond the launch; None for SDPA
+    and for first calls."""
     mine = [record for record in records if not record.waits]
     newest = max((record.run for record in mine), default="")
     rows = []
@@ -148,7 +189,7 @@ def shown(records: Sequence[Call]) -> list[dict[str, Any]]:
         times = {record.name: median(record.time_us) for record in of}
         for record in of:
             beyond = times[record.name] - times.get(LAUNCH, times[record.name])
-            other = record.name in (LAUNCH, "sdpa")
+            other = record.name in (LAUNCH, FIRST, "sdpa")
             fields = {"problem": problem.label, "name": record.name, "time_us": times[record.name]}
             rows.append({**fields, "beyond_us": None if other else beyond, "record": record})
     return rows
@@ -183,4 +224,7 @@ PAGES = {"enqueue": page}
 
 
 if __name__ == "__main__":
-    sys.exit(serve(lambda job, send: _Worker(job, send).work()))
+    if sys.argv[1:]:
+        _first_call(*sys.argv[1:])
+    else:
+        sys.exit(serve(lambda job, send: _Worker(job, send).work()))
