@@ -91,15 +91,6 @@ class Table:
         own_us = min((row.time_us for row in self.rows if row.stage == stage), default=math.inf)
         return own_us if own_us <= IDLE * self.least_us else self.least_us
 
-    @cached_property
-    def _places(self) -> Mapping[int, Mapping[tuple[Any, ...], int]]:
-        """By head dim, the distinct `_place`s of rows, numbered."""
-        places_by_head_dim: dict[int, dict[tuple[Any, ...], int]] = {}
-        for row in self.rows:
-            places = places_by_head_dim.setdefault(row.problem.head_dim, {})
-            places.setdefault(_place(row), len(places))
-        return places_by_head_dim
-
     @lru_cache(maxsize=64)  # noqa: B019 - tables live as long as the process
     def distances(self, problem: Problem, sms: float) -> Sequence[float]:
         """Distances of a problem from the places of its head dim, by place number: see the module.
@@ -108,30 +99,35 @@ class Table:
         """
         log2 = math.log2
         distances = []
-        for tile, others, mask, dtype in self._places.get(problem.head_dim, ()):
+        for tile, others, mask, dtype in self._of(problem.head_dim)[0]:
             ratios = [mine / other for mine, other in zip(_sizes(problem, tile), others, strict=True)]
             sizes = abs(log2(ratios[0] * sms)) + abs(log2(ratios[1])) + abs(log2(ratios[2]))
             kinds = _OTHER_MASK * (mask != problem.mask) + _OTHER_DTYPE * (dtype != problem.dtype)
             distances.append(sizes + _GROUP_WEIGHT * abs(log2(ratios[3])) + kinds)
         return distances
 
-    @cached_property
-    def _by_stage(self) -> Mapping[tuple[str, int], Sequence[tuple[int, int, Row]]]:
-        by_stage: dict[tuple[str, int], list[tuple[int, int, Row]]] = {}
+    @lru_cache(maxsize=8)  # noqa: B019
+    def _of(self, head_dim: int) -> tuple[Mapping[tuple[Any, ...], int], Mapping[str, Sequence[tuple[int, int, Row]]]]:
+        """The distinct `_place`s of a head dim's rows, numbered, and `rows_of` its stages.
+
+        Of one head dim, because the first call of a process waits for it.
+        """
+        rows = [(position, row) for position, row in enumerate(self.rows) if row.problem.head_dim == head_dim]
+        places: dict[tuple[Any, ...], int] = {}
+        place_of = [places.setdefault(_place(row), len(places)) for _, row in rows]
         beside: dict[tuple[str, Problem], set[str]] = {}
-        for row in self.rows:
+        for _, row in rows:
             beside.setdefault((row.run, row.problem), set()).add(row.stage)
 
-        def order(position_and_row: tuple[int, Row]) -> tuple[bool, str]:
-            _, row = position_and_row
+        def order(placed: tuple[int, tuple[int, Row]]) -> tuple[bool, str]:
+            _, (_, row) = placed
             return len(beside[row.run, row.problem]) > 1, row.run
 
-        for position, row in sorted(enumerate(self.rows), key=order, reverse=True):
+        by_stage: dict[str, list[tuple[int, int, Row]]] = {}
+        for place, (position, row) in sorted(zip(place_of, rows, strict=True), key=order, reverse=True):
             if fits(row.stage, row.parameters):
-                head_dim = row.problem.head_dim
-                place = self._places[head_dim][_place(row)]
-                by_stage.setdefault((row.stage, head_dim), []).append((place, position, row))
-        return by_stage
+                by_stage.setdefault(row.stage, []).append((place, position, row))
+        return places, by_stage
 
     def rows_of(self, stage: Stage, head_dim: int) -> Sequence[tuple[int, int, Row]]:
         """Rows of a stage and head dim that still `fits`, as (place number, position in the table, row).
@@ -139,7 +135,7 @@ class Table:
         Rows of runs that timed another stage on the same problem come first, then the newest, because two machines of
         one product differ by more than some stages do.
         """
-        return self._by_stage.get((stage.id, head_dim), ())
+        return self._of(head_dim)[1].get(stage.id, ())
 
 
 def fits(name: str, parameters: Mapping[str, int]) -> bool:
