@@ -252,6 +252,14 @@ def test_what_wants_no_derivative_works_under_torch_func() -> None:
     assert torch.equal(torch.func.vjp(no_grad, q)[0], out)
 
 
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_numbers_of_numpy_are_refused_while_tracing(name: str) -> None:
+    factor = {name: numpy.float32(0.3)}
+    call = torch.compile(partial(flashlab.torch.attention, stage=STAGE, **factor), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=rf"{name}: wanted a Python number .*`float\({name}\)` before works"):
+        call(*qkv())
+
+
 def test_what_tracing_sees() -> None:
     with torch.device("meta"):
         q, k, v = torch.empty(2, 40, 4, 64, dtype=torch.bfloat16).transpose(1, 2), *torch.empty(2, 2, 2, 50, 64)
@@ -265,6 +273,10 @@ def test_what_tracing_sees() -> None:
             flashlab.torch.attention(*arrays[:2], arrays[2].float())
         with pytest.raises(errors.ShapeError, match="q: wanted 4 dimensions"):
             flashlab.torch.attention(arrays[0][0], *arrays[1:])
+        with pytest.raises(errors.DTypeError, match=r"k: wanted torch.bfloat16.*`k.to\(q.dtype\)` works"):
+            flashlab.torch.attention(arrays[0], arrays[1].half(), arrays[2])
+        with pytest.raises(errors.ShapeError, match="v: wanted the head dim of q, 64, got shape"):
+            flashlab.torch.attention(*arrays[:2], arrays[2][..., :32])
     out = flashlab.torch.attention(*(x.bfloat16() for x in (q, k, v)))  # as of a model on meta
     assert (out.device.type, out.shape, out.dtype) == ("meta", q.shape, torch.bfloat16)
 
@@ -605,9 +617,7 @@ def test_a_model_refuses_holes_static_caches_and_gradients(llama: Any) -> None:
     holes = torch.ones_like(IDS)
     holes[0, 3:5] = 0
     with torch.no_grad():
-        with pytest.raises(
-            errors.UnsupportedError, match=r"zeros between ones.*='sdpa', or 'eager' where that refuses too, takes it"
-        ):
+        with pytest.raises(errors.UnsupportedError, match=r"zeros between ones.*='sdpa' or 'eager' may take it"):
             model(IDS, attention_mask=holes)
         with pytest.raises(errors.UnsupportedError, match=r"padding_side='left'.*zeros between ones"):
             model.generate(IDS, attention_mask=padded((5, 19), "right"), max_new_tokens=2)
@@ -649,10 +659,7 @@ def test_a_model_in_another_type_is_advised_in_its_own_words(llama: Any) -> None
         ({"dropout": 0.1}, "wanted dropout 0, got dropout 0.1"),
         ({"position_bias": 1}, "position_bias=1"),
         ({"position_bias": torch.zeros(1, 4, 40, 50)}, "got position_bias"),
-        (
-            {"s_aux": torch.zeros(4)},
-            "got s_aux. attn_implementation='sdpa', or 'eager' where that refuses too, takes it",
-        ),  # sdpa has no sinks
+        ({"s_aux": torch.zeros(4)}, "got s_aux. attn_implementation='sdpa' or 'eager' may take it"),
         ({"sinks": torch.zeros(1)}, "got sinks"),  # equal to False
         ({"indices": torch.zeros(2, 40, 8)}, "got indices"),
         ({"block_indices": torch.zeros(2, 4, 40, 8)}, "got block_indices"),
@@ -664,7 +671,9 @@ def test_a_model_in_another_type_is_advised_in_its_own_words(llama: Any) -> None
         ({"output_attentions": True}, "output_attentions"),
         ({"sliding_window": 0}, "wanted a sliding_window of 1 or more, or None, got 0"),
         ({"attention_mask": torch.ones(2, 40, dtype=torch.bool)}, r"mask of shape \(2, 40\)"),
-        ({"attention_mask": torch.ones(2, 50)}, r"mask of shape \(2, 50\)"),  # not of the mask function
+        ({"attention_mask": torch.ones(2, 50)}, r"wanted a bool .*\(2, 50\).* got .*\(2, 50\) and torch.float32"),
+        ({"attention_mask": torch.ones(1, 50, dtype=torch.bool)}, r"attention_mask \(2, 50\).* got .*\(1, 50\)"),
+        ({"position_ids": torch.arange(40).remainder(25)[None]}, "got packed sequences with position_ids alone"),
         (
             {"attention_mask": torch.ones(2, 50, dtype=torch.bool), "cu_seq_lens_q": [0]},
             "got packed sequences with padding",
@@ -676,6 +685,38 @@ def test_what_the_kernels_do_not_compute_is_refused(options: dict[str, Any], wor
         flashlab.torch._transformers_attention(
             SimpleNamespace(is_causal=True), *qkv(), **{"attention_mask": None, **options}
         )
+
+
+@pytest.mark.parametrize(("dim", "of_values"), [(32, 32), (64, 32)])
+def test_a_model_with_other_head_dims_is_refused(dim: int, of_values: int) -> None:
+    q, k, v = qkv()
+    with pytest.raises(errors.UnsupportedError, match=f"64 or 96 .* got {dim}, and {of_values} of values.*='sdpa'"):
+        flashlab.torch._transformers_attention(
+            SimpleNamespace(is_causal=True), q[..., :dim], k[..., :dim], v[..., :of_values], None
+        )
+
+
+def test_positions_are_looked_at_once_and_again_once_they_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Any] = []
+    diff = torch.Tensor.diff
+    monkeypatch.setattr(torch.Tensor, "diff", lambda self: looks.append(self) or diff(self))
+    positions = torch.arange(3, 22)[None]
+    assert [flashlab.torch._restart(positions, 19) for _ in range(3)] == [False] * 3
+    assert len(looks) == 1
+    positions[0, 9:] -= 12
+    assert flashlab.torch._restart(positions, 19)
+    assert not flashlab.torch._restart(positions, 1), "a token that is generated"
+    with torch.inference_mode():
+        assert not flashlab.torch._restart(torch.arange(19)[None], 19)
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("default")
+def test_positions_that_start_again_are_refused_with_a_cache_too(llama: Any) -> None:
+    model = llama.to(torch.float16)
+    model.set_attn_implementation("flashlab")
+    with torch.no_grad(), pytest.raises(errors.UnsupportedError, match="packed sequences with position_ids alone"):
+        model(IDS, position_ids=torch.arange(19).remainder(10)[None])
 
 
 @pytest.mark.parametrize(

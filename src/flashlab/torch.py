@@ -21,7 +21,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from flashlab.core.errors import DeviceError, DTypeError, MissingPackageError, ShapeError, UnsupportedError
+from flashlab.core.errors import (
+    DeviceError,
+    DTypeError,
+    MissingPackageError,
+    ParameterError,
+    ShapeError,
+    UnsupportedError,
+)
 from flashlab.kernels import registry
 from flashlab.run import arrays, paged, varlen
 from flashlab.run import attention as run
@@ -39,11 +46,12 @@ __all__ = ["attention", "register"]
 
 NAME = "flashlab"
 """Namespace of the operators, and name of the attention in transformers."""
-_INSTEAD = "attn_implementation='sdpa', or 'eager' where that refuses too, takes it"
+_INSTEAD = "attn_implementation='sdpa' or 'eager' may take it"
 _REFUSED = ("position_bias", "s_aux", "sinks", "indices", "block_indices", "cache", "output_attentions")
 """Attention options of transformers that change the result and are not supported."""
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q")
 """Options that describe packed sequences."""
+_HEAD_DIMS = sorted({dim for stage in registry.STAGES.values() for dim in stage.head_dims})
 _PACK = f"{', '.join(_PACKED)}, as DataCollatorWithFlattening(return_flash_attn_kwargs=True) makes them"
 
 
@@ -86,6 +94,14 @@ def _define(name: str, forward: Callable[..., Any], inputs: str, *, causal: bool
             if array.dtype not in (torch.float16, torch.bfloat16):
                 hint = f"`{argument}.half()` works."
                 raise DTypeError(f"{argument}: wanted float16 or bfloat16, got {array.dtype}. {hint}")
+            if array.dtype != args[0].dtype:
+                hint = f"`{argument}.to({names[0]}.dtype)` works."
+                raise DTypeError(
+                    f"{argument}: wanted {args[0].dtype}, the dtype of {names[0]}, got {array.dtype}. {hint}"
+                )
+            if array.shape[-1] != args[0].shape[-1]:
+                wanted = f"{argument}: wanted the head dim of {names[0]}, {args[0].shape[-1]}"
+                raise ShapeError(f"{wanted}, got shape {tuple(array.shape)}")
         q = args[0]
         out = torch.empty_like(q)
         return (out, q.new_empty(lse_shape(q), dtype=torch.float32)) if return_lse else out
@@ -210,6 +226,9 @@ def attention(
         if not isinstance(array, torch.Tensor):
             got = type(array).__name__
             raise DeviceError(f"{name}: wanted a torch tensor, got {got}. `flashlab.attention` takes other arrays.")
+    for name, factor in (("scale", scale), ("softcap", softcap)):
+        if torch.compiler.is_compiling() and not isinstance(factor, float | int | None):  # NumPy's are arrays to it
+            raise ParameterError(f"{name}: wanted a Python number while torch traces. `float({name})` before works.")
     # torch would accept True as 1.0, and raise its own errors for other types.
     if scale is not None and type(scale) is not float:
         scale = scale_of(scale, q.shape[-1])
@@ -238,7 +257,8 @@ def register() -> None:
     without zeros costs one such wait and no copy.
 
     Anything else raises `UnsupportedError` when called: masks with zeros between ones, any attention_mask while
-    `torch.compile` or `torch.jit` traces, packed sequences given by position_ids alone, custom masks, static caches,
+    `torch.compile` or `torch.jit` traces, packed sequences given by position_ids alone, which are not seen while torch
+    traces or captures a CUDA graph, other head dims, custom masks, static caches,
     dropout, position biases, sinks, sparse indices, and attention weights. A model that computes attention itself,
     without transformers' AttentionInterface, raises it when it is made, such as Bloom, MPT, Falcon and GPT-Neo.
 
@@ -410,6 +430,25 @@ def _sequences(mask_function: Any) -> Any:
     return inspect.getclosurevars(parts[0]).nonlocals["packed_sequence_mask"]
 
 
+def _restart(position_ids: Any, length: int) -> bool:
+    """Return whether positions start again within a row, as those of packed sequences do.
+
+    transformers looks for that only without a cache. The host waits for the GPU, once for all layers of a forward pass,
+    since they share the tensor; while torch traces or captures it cannot look.
+    """
+    if not isinstance(position_ids, torch.Tensor) or length < 2 or position_ids.shape[1:] != (length,):
+        return False
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
+    if position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return False
+    version = 0 if position_ids.is_inference() else position_ids._version
+    kept: tuple[int, bool] = getattr(position_ids, "flashlab_restart", (-1, False))
+    if kept[0] != version:
+        kept = position_ids.flashlab_restart = (version, bool((position_ids.diff() < 1).any()))
+    return kept[1]
+
+
 def _transformers_attention(
     module: Any,
     query: Any,
@@ -429,6 +468,9 @@ def _transformers_attention(
             f"attention 'flashlab' of transformers: wanted a model in float16 or bfloat16, got {query.dtype}. "
             "`model.half()` works, and so does dtype='float16' in from_pretrained."
         )
+    if query.shape[-1] not in _HEAD_DIMS or value.shape[-1] != query.shape[-1]:
+        wanted = f"a head dim of {' or '.join(map(str, _HEAD_DIMS))}, of values too"
+        raise _refuse(f"{query.shape[-1]}, and {value.shape[-1]} of values", wanted)
     packed: dict[str, Any] = {name: options[name] for name in _PACKED if options.get(name) is not None}
     # Their window counts the key on the diagonal. One of 0 hides every key in their masks, and none in flash-attention.
     if sliding_window is not None and sliding_window < 1:
@@ -440,13 +482,16 @@ def _transformers_attention(
         # A mask of padding: see `_transformers_mask`.
         of_keys = attention_mask.dim() in (2, 3) and attention_mask.shape[:2] == (key.shape[0], key.shape[2])
         if not of_keys or attention_mask.dtype != torch.bool:
-            raise _refuse("a mask of shape " + str(tuple(attention_mask.shape)))
+            wanted = f"a bool attention_mask ({key.shape[0]}, {key.shape[2]}), or 0 and 1 where a model takes it"
+            raise _refuse(f"a mask of shape {tuple(attention_mask.shape)} and {attention_mask.dtype}", wanted)
         if packed:
             raise _refuse("packed sequences with padding", "one of the two")
         padding, attention_mask = attention_mask, None
         window = window if padding.dim() == 2 else padding.shape[2] - 1
     if attention_mask is not None and attention_mask.dim() == 2:
         attention_mask, window = None, attention_mask.shape[1]
+    if not packed and attention_mask is padding and _restart(options.get("position_ids"), query.shape[2]):
+        raise _refuse("packed sequences with position_ids alone", _PACK)
     if len(packed) < len(_PACKED) and (packed or attention_mask is not None):
         raise _refuse(f"packed sequences with {' and '.join(packed) or 'position_ids'} alone", _PACK)
     if dropout:
