@@ -340,6 +340,7 @@ def test_new_tokens_go_to_pages_of_the_cache_or_nowhere(library: str) -> None:
         (9, (17, 31), "page_table: wanted page numbers of 0 to 8, got 9 of sequence 0"),
         (0, (17, 47), r"lengths: wanted 0 to 46 .* before 2 new tokens, got 47 of sequence 1"),
         (0, (-1, 31), r"lengths: wanted 0 to 46 .* before 2 new tokens, got -1 of sequence 0"),
+        (int(cache.table[1, 1]), (30, 30), "wanted a place of its own for each of 4 new tokens, got 2 places"),
     ):
         pools, table = [make(pool.copy()) for pool in (cache.K, cache.V)], cache.table.copy()
         table[0, 1] = page

@@ -189,13 +189,14 @@ def append_kv(
         v: like `k`.
         page_table: int32 (batch, pages per sequence), including the pages of the new tokens.
         lengths: int32 (batch,): number of keys of each sequence before the new tokens.
-        check: whether to synchronise and refuse invalid page numbers, and lengths that leave no room in the page table
-            for the new tokens. Without it, these reach the library's indexing, where negative page numbers count from
-            the end and too large ones fail. In host memory, this check is always made.
+        check: whether to synchronise and refuse invalid page numbers, lengths that leave no room in the page table for
+            the new tokens, and tokens with the same place. Without it, these reach the library's indexing, where
+            negative page numbers count from the end, too large ones fail, and one of several tokens stays. In host
+            memory, this check is always made.
 
     Raises:
         InputError: invalid arguments (ShapeError, DTypeError, LayoutError, DeviceError, ParameterError), or, with
-            `check`, an invalid page number or length. Nothing is written.
+            `check`, an invalid page number or length, or two tokens in one place. Nothing is written.
     """
     check_flags(check=check)
     given = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v, "page_table": page_table, "lengths": lengths}
@@ -221,6 +222,11 @@ def append_kv(
     pages = page_table[module.arange(batch, **placement)[:, None], at // page_size]
     if check and (off := _first(pages, (pages < 0) | (pages >= num_pages))):
         raise InputError(f"page_table: wanted page numbers of 0 to {num_pages - 1}, got {off}")
+    if check and (slots := len(module.unique(pages * page_size + at % page_size))) < batch * count:
+        raise InputError(
+            f"page_table: wanted a place of its own for each of {batch * count} new tokens, got {slots} places. A page "
+            "that sequences share must be copied before one of them grows."
+        )
     for cache, new in ((k_cache, k), (v_cache, v)):
         cache[pages, :, at % page_size] = new.swapaxes(1, 2)
 
