@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable
+from copy import copy as shallow_copy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from synthetic import RUN, measurement, write_synthetic
 
 from flashlab.build.parallel import Follow
 from flashlab.cli import app, doctor
+from flashlab.core import errors
 from flashlab.core.errors import CompileError, NoGpuError, UnknownStageError
 from flashlab.core.inputs import KINDS
 from flashlab.core.paths import ROOT
@@ -131,6 +134,21 @@ def test_compile_failure_shows_source_line_command_and_log(run: Run, monkeypatch
     assert result.code == 1
     for part in ("a.cu: refused", "a.cu:3: what()", "nvrtc a.cu", "error: what"):
         assert result.err.count(part) == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        errors.ShapeError("wanted more"),
+        errors.TooLargeError("too large", seconds=9.5),
+        errors.PerformanceWarningError("spills", command="nvrtc a.cu", log="1 spill", source_line="a.cu:1: x"),
+        errors.EmulationError("deadlock", report={"blocks": 1}),
+    ],
+)
+def test_an_error_of_another_process_arrives_whole(error: Exception) -> None:
+    error.add_note("by the way")
+    for other in (pickle.loads(pickle.dumps(error)), shallow_copy(error)):
+        assert (type(other), str(other), vars(other)) == (type(error), str(error), vars(error))
 
 
 def test_a_stage_newer_than_the_architecture_is_said(run: Run) -> None:

@@ -29,12 +29,17 @@ A message states what was wanted, what was got, and what works.
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Collection
 from typing import Any
 
 
 class FlashlabError(Exception):
     """Base class of all flashlab exceptions."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy and unpickle without `__init__`, which may require keyword arguments."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
 
 class InputError(FlashlabError, ValueError):
