@@ -136,19 +136,23 @@ def test_a_wheel_works_away_from_the_checkout(tmp_path: Path, monkeypatch: pytes
         "from flashlab.cli import doctor\n"
         "from flashlab.core import paths\n"
         "from flashlab.kernels import registry\n"
-        "from flashlab.run import choice\n"
+        "from flashlab.run import choice, gpu\n"
         "table = choice.table('nvidia-h200')\n"
         "print(paths.KERNELS, compiler.COMMON.is_dir(), len(registry.STAGES), table is not None)\n"
-        "print(*doctor._data(paths.DATA))"
+        "print(*doctor._data(paths.DATA))\n"
+        "gpu.available = lambda: gpu.WORKS_WITHOUT\n"
+        "print(next(doctor._gpu()).detail)"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "FLASHLAB_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     kernels = tmp_path / "flashlab" / "installed" / "kernels"
-    first, second = done.stdout.splitlines()
+    first, second, without_gpu = done.stdout.splitlines()
     assert first == f"{kernels} True {len(STAGES)} True"
     assert "tables of choices of nvidia-h100-80gb-hbm3, nvidia-h200" in second
+    assert "`sass`, `explain` and `check --on cpu`; and in Python" in without_gpu
+    assert "report" not in without_gpu
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "flashlab", *arguments]
@@ -162,6 +166,7 @@ def test_a_wheel_works_away_from_the_checkout(tmp_path: Path, monkeypatch: pytes
         refused = run(*needs.split())
         assert (refused.returncode, refused.stdout) == (1, ""), needs
         assert refused.stderr.startswith("flashlab: needs the checkout: wanted its "), (needs, refused.stderr)
+        assert needs.startswith(("report", "sweep")) <= ("its notebooks" in refused.stderr), (needs, refused.stderr)
     assert sorted((tmp_path / "flashlab" / "installed").rglob("*")) == before
     assert run("explain", "16x16x2048x64", "--gpu", "nvidia-h100-80gb-hbm3").returncode == 0
     explained = run("explain", "16x16x2048x64").stdout

@@ -124,7 +124,7 @@ def _gpu() -> Iterator[Finding]:
     except FlashlabError as error:
         here, reason = None, str(error)
     if here is None:
-        yield Finding("gpu", "absent", f"{reason} The report replays the committed data.")
+        yield Finding("gpu", "absent", f"{reason}{'' if INSTALLED else ' The report replays the committed data.'}")
     else:
         yield Finding("gpu", "ok", f"{here.name}, {here.arch}, driver {here.record.driver}")
     on_cpu = f"and without a GPU needed only for Triton stages: {triton_code.INTERPRETER_NEEDS}"

@@ -206,4 +206,4 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be meas
 Device = Annotated[int, typer.Option(help="CUDA device index.", min=0)]
 Data = Annotated[Path, typer.Option(callback=_of_checkout, help="Folder of recorded data.", show_default=False)]
 Tables = Annotated[Path, typer.Option("--data", help="Folder of recorded data.", show_default=False)]
-"""`Data` for a command that needs no records: a wheel ships the tables of choices only."""
+"""`Data` for a command that needs no records, or more of the checkout: a wheel ships the tables of choices only."""

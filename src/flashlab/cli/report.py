@@ -40,7 +40,7 @@ def report(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be run and the estimated time without running it.")
     ] = False,
-    data: opt.Data = DATA,
+    data: opt.Tables = DATA,
 ) -> None:
     """Run every notebook and build the report site; on a machine with an NVIDIA GPU, measure first.
 
@@ -104,7 +104,7 @@ def sweep(
     ] = "",
     out: Annotated[Path, typer.Option(help="Output folder of the cells.", show_default=False)] = BUILD / "sweep",
     timeout: Timeout = None,
-    data: opt.Data = DATA,
+    data: opt.Tables = DATA,
 ) -> None:
     """Run notebooks on GPUs, cell by cell, skipping finished cells and resuming interrupted ones."""
     from flashlab.record import store, upload

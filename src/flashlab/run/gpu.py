@@ -22,7 +22,7 @@ from flashlab.core.errors import (
     NoGpuError,
     UnsupportedError,
 )
-from flashlab.core.paths import slug
+from flashlab.core.paths import INSTALLED, slug
 from flashlab.kernels.registry import LARGEST_CLUSTER, PORTABLE_CLUSTER, arch_for
 from flashlab.record.schema import Gpu
 from flashlab.run.lru import LruCache
@@ -31,9 +31,14 @@ if TYPE_CHECKING:
     from flashlab.build.compiler import Cubin
 
 WORKS_WITHOUT = (
-    "Without a GPU work `flashlab doctor`, `stages`, `compile`, `sass`, `check --on cpu`, `explain`, `results`, "
-    "`compare`, `claims`, `tuned`, `collect`, `repair`, `report`, `sweep plan`, `bench --dry-run`, `tune --dry-run` "
-    "and `ablate --list`; and in Python `flashlab.attention` and `flashlab.emulate` on arrays in host memory."
+    "Without a GPU work `flashlab doctor`, `stages`, `compile`, `sass`, `explain`"
+    + (
+        ""
+        if INSTALLED
+        else ", `results`, `compare`, `claims`, `tuned`, `collect`, `repair`, `report`, `sweep plan`, "
+        "`bench --dry-run`, `tune --dry-run`, `ablate --list`"
+    )
+    + " and `check --on cpu`; and in Python `flashlab.attention` and `flashlab.emulate` on arrays in host memory."
 )
 _WANTED = "wanted a CUDA GPU, got "
 NVML_SM, NVML_CORE = 1, 0
