@@ -182,12 +182,22 @@ def test_a_tensor_of_vmap_is_for_the_operators() -> None:
         torch.vmap(lambda x: flashlab.attention(q, k, x))(v[None])
 
 
-def test_a_type_that_numpy_lacks_is_advised_in_torchs_words() -> None:
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of quantized tensors
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda x: x.to(torch.float8_e5m2), r"got float8_e5m2\. `k\.half\(\)` works"),
+        (lambda x: x.to(torch.complex64).conj(), r"got complex64\. `k\.half\(\)` works"),
+        (
+            lambda x: torch.quantize_per_tensor(x.float(), 0.1, 0, torch.qint8),
+            r"got qint8\. `k\.dequantize\(\)\.half\(\)` works",
+        ),
+    ],
+)
+def test_a_type_that_numpy_lacks_is_advised_in_torchs_words(make: Any, words: str) -> None:
     q, k, v = qkv()
-    with pytest.raises(
-        errors.DTypeError, match=r"k: wanted float16 or bfloat16, got float8_e5m2\. `k\.half\(\)` works"
-    ):
-        flashlab.attention(q, k.to(torch.float8_e5m2), v)
+    with pytest.raises(errors.DTypeError, match=f"k: wanted float16 or bfloat16, {words}"):
+        flashlab.attention(q, make(k), v)
 
 
 def _lost(call: Any, x: Any) -> dict[str, Any]:

@@ -441,6 +441,9 @@ def on_host(obj: Any, name: str) -> DeviceArray:
         else:
             array = np.from_dlpack(obj)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
+        if dtype:  # torch's: quantized, or complex and conjugated
+            works = f"`{name}.{'dequantize().' if obj.is_quantized else ''}half()` works."
+            raise DTypeError(f"{name}: wanted float16 or bfloat16, got {dtype}. {works}") from error
         raise DTypeError(
             f"{name}: wanted {_ON_HOST}, of float16 or bfloat16, got {type(obj).__name__}, which NumPy cannot read: "
             f"{error}. `numpy.asarray` of it works, for bfloat16 with dtype ml_dtypes.bfloat16."
