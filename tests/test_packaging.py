@@ -23,6 +23,7 @@ from packaging.version import Version
 from shared import tiers, tracked
 
 import flashlab
+from flashlab.cli import doctor
 from flashlab.core.paths import ROOT
 from flashlab.kernels.registry import STAGES
 from flashlab.record import store
@@ -141,18 +142,22 @@ def test_a_wheel_works_away_from_the_checkout(tmp_path: Path, monkeypatch: pytes
         "print(paths.KERNELS, compiler.COMMON.is_dir(), len(registry.STAGES), table is not None)\n"
         "print(*doctor._data(paths.DATA))\n"
         "gpu.available = lambda: gpu.WORKS_WITHOUT\n"
-        "print(next(doctor._gpu()).detail)"
+        "print(next(doctor._gpu()).detail)\n"
+        "paths.cache_dir().write_text('no folder')\n"
+        "print(*{finding.fix for finding in doctor._folders()})"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "FLASHLAB_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     kernels = tmp_path / "flashlab" / "installed" / "kernels"
-    first, second, without_gpu = done.stdout.splitlines()
+    first, second, without_gpu, fix = done.stdout.splitlines()
     assert first == f"{kernels} True {len(STAGES)} True"
     assert "tables of choices of nvidia-h100-80gb-hbm3, nvidia-h200" in second
     assert "`sass`, `explain` and `check --on cpu`; and in Python" in without_gpu
     assert "report" not in without_gpu
+    assert fix == doctor._OTHER_CACHE
+    (tmp_path / "cache").unlink()
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "flashlab", *arguments]

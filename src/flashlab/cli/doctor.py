@@ -163,7 +163,7 @@ def _programs() -> Iterator[Finding]:
 def _folders() -> Iterator[Finding]:
     for name, folder, fix in (
         ("cache", cache_dir(), _OTHER_CACHE),
-        ("build", BUILD, f"sudo chown -R {os.geteuid()} {shlex.quote(str(ROOT))}"),
+        ("build", BUILD, _OTHER_CACHE if INSTALLED else f"sudo chown -R {os.geteuid()} {shlex.quote(str(ROOT))}"),
     ):
         yield _look(name, partial(_writable, folder, name), unwritable=fix)
 
