@@ -133,7 +133,8 @@ SOUND = Packed(((3, 4), (5, 6)))
         ({"v": SOUND.v[:-1]}, "ShapeError", r"v: wanted the shape of k, \(10, 1, 64\), got \(9, 1, 64\)"),
         ({"k": SOUND.k[..., :32], "v": SOUND.v[..., :32]}, "ShapeError", "k: wanted the head dim of q, 64, got 32"),
         ({"q": SOUND.q.astype(np.float32)}, "DTypeError", "q: wanted float16 or bfloat16, got float32"),
-        ({"q": SOUND.q[:0]}, "ShapeError", r"q: wanted at least one element in .* got shape \(0, 2, 64\)"),
+        ({"q": SOUND.q[:, :0]}, "ShapeError", r"q: wanted at least one element in .* got shape \(8, 0, 64\)"),
+        ({"k": SOUND.k[:0]}, "ShapeError", r"v: wanted the shape of k, \(0, 1, 64\), got \(10, 1, 64\)"),
         ({"q": np.zeros((8, 2, 128), NARROW)[..., ::2]}, "LayoutError", r"q: wanted .* got strides \(256, 128, 2\)"),
         (
             {"cu_seqlens_q": SOUND.at_q.astype(np.int64)},
@@ -381,6 +382,24 @@ def test_the_public_call_is_the_emulation() -> None:
     mine = np.empty_like(packed.q)
     assert flashlab.varlen_attention(packed.q, packed.k, packed.v, **how, out=mine) is mine
     assert np.array_equal(mine, out)
+
+
+@needs_compiler
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_keys_at_all_give_0_and_no_queries_at_all_nothing(stage: str) -> None:
+    packed = Packed(((20, 30), (1, 9)))
+    none = np.zeros(3, np.int32)
+    how: dict[str, Any] = {"max_seqlen_q": 20, "stage": stage, "return_lse": True}
+    k, v = packed.k[:0], np.empty((0, 1, 64), NARROW)
+    out, lse = flashlab.varlen_attention(packed.q, k, v, cu_seqlens_q=packed.at_q, cu_seqlens_k=none, **how)
+    assert out.shape == packed.q.shape
+    assert not out.any()
+    assert np.isneginf(lse).all()
+    for keys, ends in ((packed.k, packed.at_k), (k, none)):
+        out, lse = flashlab.varlen_attention(packed.q[:0], keys, keys, cu_seqlens_q=none, cu_seqlens_k=ends, **how)
+        assert (out.shape, lse.shape) == ((0, 2, 64), (2, 0))
+    with pytest.raises(errors.InputError, match="cu_seqlens_k: wanted non-decreasing numbers from 0 to at most 0"):
+        flashlab.varlen_attention(packed.q, k, v, cu_seqlens_q=packed.at_q, cu_seqlens_k=packed.at_k, **how)
 
 
 @needs_compiler

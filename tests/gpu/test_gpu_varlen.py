@@ -127,6 +127,17 @@ def test_each_sequence_has_the_bits_of_a_call_of_its_own(stage: str, causal: boo
         assert torch.equal(one_lse[0], lse[:, rows])
 
 
+def test_no_rows_at_all(stage: str) -> None:
+    packed, no_keys = Packed([(200, 300), (0, 90)]), Packed([(200, 0), (90, 0)])
+    no_keys.k, no_keys.v = no_keys.k[:0], no_keys.v[:0]
+    no_keys.agree(*no_keys(stage=stage, return_lse=True, check=True))
+    ends = torch.zeros_like(packed.at_q)
+    for of in (packed, no_keys):
+        of.q = of.q[:0]
+        out, lse = of(stage=stage, return_lse=True, check=True, cu_seqlens_q=ends)
+        assert (out.shape, lse.shape) == ((0, 4, 128), (4, 0))
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, 3e38])
 def test_a_neighbours_numbers_do_not_matter(stage: str, value: float) -> None:
     packed = Packed([(200, 300), (90, 90), (700, 141), (50, 60)], spare=70)

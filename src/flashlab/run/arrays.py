@@ -462,10 +462,11 @@ def on_host(obj: Any, name: str) -> DeviceArray:
             f"{name}: wanted strides of whole elements, got {array.strides} bytes. "
             f"`ascontiguousarray({name})` makes one."
         )
+    strides = tuple(stride // array.itemsize for stride in array.strides)
     return DeviceArray(
         pointer=int(array.ctypes.data),
         shape=tuple(array.shape),
-        strides=tuple(stride // array.itemsize for stride in array.strides),
+        strides=strides if array.size else contiguous_strides(array.shape),  # NumPy makes them 0
         dtype=dtype or array.dtype.name,
         device=HOST,
         owner=array,

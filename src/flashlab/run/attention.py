@@ -204,8 +204,15 @@ def _make_recipe(
 
 
 def _views(inputs: Mapping[str, DeviceArray], out: DeviceArray) -> dict[str, DeviceArray]:
-    """Name the arrays as kernel parameters, in the order in which a recipe takes their addresses."""
-    return {name.upper() if len(name) == 1 else name: view for name, view in inputs.items()} | {"O": out}
+    """Name the arrays as kernel parameters, in the order in which a recipe takes their addresses.
+
+    Packed K and V without rows become a row of Q, which is not read, because a tensor map needs memory.
+    """
+    q = inputs["q"]
+    return {
+        name.upper() if len(name) == 1 else name: view if view.shape[0] else replace(q, shape=(1, *view.shape[1:]))
+        for name, view in inputs.items()
+    } | {"O": out}
 
 
 def _by_head(views: Mapping[str, DeviceArray]) -> dict[str, DeviceArray]:
@@ -302,7 +309,7 @@ def prepare(
     others = (made.lse_view.pointer if made.lse_view else 0, work_pointer, counted.pointer if counted else 0)
     return Prepared(
         recipe=recipe,
-        launch=_launch(recipe, views, others, handle),
+        launch=_launch(recipe, views, others, handle) if inputs["q"].shape[0] else lambda: None,
         out=made.out,
         lse=made.lse,
         keep=(*views.values(), made.lse_view, work, stream),
@@ -465,7 +472,10 @@ def emulate(
         surroundings=surroundings,
         count_fallbacks=count_fallbacks,
     )
-    report = call.launch(timeout_s, schedule=schedule, threads=threads, cancel=cancel)
+    if inputs["q"].shape[0]:
+        report = call.launch(timeout_s, schedule=schedule, threads=threads, cancel=cancel)
+    else:
+        report = emulator.Report(status="ok", message="", seconds=0.0)
     call.finish(report)
     fallbacks = Fallbacks(*call.fallbacks.tolist()) if count_fallbacks else None
     return Emulation(out=made.out, lse=made.lse, report=report, kernel=kernel, plan=planned, fallbacks=fallbacks)

@@ -300,6 +300,8 @@ def check_flags(**flags: Any) -> None:
 def problem_of(inputs: Mapping[str, DeviceArray], causal: Any, *, packed: bool = False) -> Problem:
     """Return the problem of q, k and v; `packed`: of arrays (total, heads, head_dim), as one sequence.
 
+    A total of 0 rows counts as 1.
+
     Raises:
         ShapeError, DTypeError, ParameterError: the arguments are invalid.
     """
@@ -308,7 +310,7 @@ def problem_of(inputs: Mapping[str, DeviceArray], causal: Any, *, packed: bool =
     for name, array in inputs.items():
         if len(array.shape) != len(dims):
             raise ShapeError(f"{name}: wanted {len(dims)} dimensions ({', '.join(dims)}), got shape {array.shape}")
-        if 0 in array.shape:
+        if 0 in array.shape[packed:]:
             raise ShapeError(
                 f"{name}: wanted at least one element in every dimension, got shape {array.shape}; "
                 "attention over no keys or no queries has no value"
@@ -329,7 +331,7 @@ def problem_of(inputs: Mapping[str, DeviceArray], causal: Any, *, packed: bool =
     if not q.dtype == k.dtype == v.dtype:
         raise DTypeError(f"wanted q, k and v of one type, got {q.dtype}, {k.dtype} and {v.dtype}")
     mask = "causal" if causal else "full"
-    problem = Problem.of(batch, q_heads, kv_heads, q_len, kv_len, head_dim, dtype=q.dtype, mask=mask)
+    problem = Problem.of(batch, q_heads, kv_heads, max(1, q_len), max(1, kv_len), head_dim, dtype=q.dtype, mask=mask)
     check_size(problem)
     return problem
 

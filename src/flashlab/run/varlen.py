@@ -43,8 +43,9 @@ def varlen_attention(
     `sequences=flashlab.Sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q)`.
 
     Args:
-        q: (total_q, q_heads, head_dim), float16 or bfloat16; libraries and strides as in `flashlab.attention`.
-        k: (total_k, kv_heads, head_dim); kv_heads divides q_heads.
+        q: (total_q, q_heads, head_dim), float16 or bfloat16; libraries and strides as in `flashlab.attention`. total_q
+            may be 0: nothing is launched then.
+        k: (total_k, kv_heads, head_dim); kv_heads divides q_heads. total_k may be 0.
         v: like `k`.
         cu_seqlens_q: cumulative query lengths, int32 (batch + 1,), contiguous, on the device of q: non-decreasing from
             0 to at most total_q. Sequences without queries are skipped; without keys, the output is 0 and the
