@@ -80,7 +80,8 @@ using GemmOrder = Turns<ORDER_BARRIER, NUM_CONSUMERS, PINGPONG>;
 // --- softmax -----------------------------------------------------------------------------------------------------------------
 // A probability is P = 2^(score - reference), with scores in units of log2. A row's reference is set from its first scores, HEADROOM
 // powers of two above the largest of a few of them, and raised by powers of two when a sum leaves its range: P, the sums and O are
-// multiplied by a power of two, which does not round. What happens to a row depends on its own scores alone, and so do its last bits.
+// multiplied by a power of two, which does not round. What happens to a row depends on its own scores alone, not on other rows', and so do
+// its last bits, but for the order of its tiles (TileOrder): causal, that follows from the last row of its work tile.
 
 // Headroom and range. float16 has little range below 1: P starts near 2^-2, else weights far below a row's largest, which FlashAttention
 // keeps, would be lost; a lane's sum below 65504 means that none of its P rounds to infinity. bfloat16 has FP32's exponent range, and small

@@ -86,6 +86,26 @@ def test_a_rows_bits_do_not_depend_on_other_rows(stage: str, dtype: DType) -> No
         np.testing.assert_array_equal(ran.lse[0, 0, others], quiet.lse[0, 0, others])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("stage", "most_ulps"), [("15_renormalize", 0), ("16_ones_column", 0), ("17_around_the_loop", 4)]
+)
+def test_a_query_in_another_chunk_keeps_its_bits_or_nearly(stage: str, most_ulps: int, dtype: DType) -> None:
+    """With a causal mask the last rung's tile order depends on how many queries follow in the same work tile."""
+    problem = Problem.parse("1x4x4x192x1280x64", dtype=dtype, mask="causal")
+    q, k, v = (array.copy() for array in make_inputs(problem))
+    q[..., 0], k[..., 0] = 8, np.random.default_rng(3).permutation(10)[np.arange(1280) // 128] * 12
+    together = emulate(q, k, v, causal=True, stage=stage)
+    apart = 0
+    for row in range(0, 64, 9):
+        seen = row + 1 + problem.kv_len - problem.q_len
+        alone = emulate(q[:, :, [row]], k[:, :, :seen], v[:, :, :seen], causal=True, stage=stage)
+        (a, b) = (np.abs(out.view(np.int16).astype(int)) for out in (together.out[:, :, row], alone.out[:, :, 0]))
+        apart = max(apart, int(np.abs(a - b).max()))
+    assert apart <= most_ulps
+    assert (apart > 0) == (most_ulps > 0), "else the page is too modest"
+
+
 _FAR_ABOVE = "exponentials of up to 2^30 above an old maximum, times V, are beyond FP32"
 
 
