@@ -131,7 +131,7 @@ def first_call_us(problem: Problem, device: str) -> float:
     Raises:
         LaunchError: the process failed.
     """
-    command = (sys.executable, "-m", __spec__.name, json.dumps(asdict(problem)), device)
+    command = (sys.executable, "-m", __spec__.name, "first", json.dumps(asdict(problem)), device)
     run = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     if run.returncode:
         raise LaunchError(f"the first call of a process: {run.stderr.strip()[-REASON_CHARS:]}")
@@ -224,7 +224,7 @@ PAGES = {"enqueue": page}
 
 
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        _first_call(*sys.argv[1:])
+    if sys.argv[1:2] == ["first"]:
+        _first_call(*sys.argv[2:])
     else:
         sys.exit(serve(lambda job, send: _Worker(job, send).work()))
