@@ -718,6 +718,7 @@ def test_positions_are_looked_at_once_and_again_once_they_changed(monkeypatch: p
     assert not flashlab.torch._restart(positions, 1), "a token that is generated"
     with torch.inference_mode():
         assert not flashlab.torch._restart(torch.arange(19)[None], 19)
+    assert not flashlab.torch._restart(positions.to("meta"), 19), "nothing to look at"
 
 
 @needs_compiler

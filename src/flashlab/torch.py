@@ -436,9 +436,9 @@ def _restart(position_ids: Any, length: int) -> bool:
     transformers looks for that only without a cache. The host waits for the GPU, once for all layers of a forward pass,
     since they share the tensor; while torch traces or captures it cannot look.
     """
-    if not isinstance(position_ids, torch.Tensor) or length < 2 or position_ids.shape[1:] != (length,):
-        return False
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
+    if length < 2 or not _plain(position_ids, position_ids, position_ids) or position_ids.shape[1:] != (length,):
         return False
     if position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
         return False
