@@ -699,8 +699,8 @@ def attention(
             -1 is no limit, a single number applies to both sides. Tiles entirely outside are skipped. Hugging Face's
             `sliding_window=w` is causal with `window=(w - 1, None)`. Not all stages support it (`Stage.features`).
         softcap: soft cap on scores before the mask, softcap · tanh(score / softcap); 0 disables it. Computed with the
-            GPU's approximate tanh (PTX ISA, tanh.approx), so a capped score, and with it the log-sum-exp, is off by up
-            to 2^-11 of itself, however large the cap. Supported by the stages that support `window`.
+            GPU's approximate tanh (PTX ISA, tanh.approx), so a capped score is off by up to 2^-11 of itself, however
+            large the cap, and the log-sum-exp by as much as its scores. Supported by the stages that support `window`.
         scale: finite factor on the scores; default: 1/sqrt(head_dim). Scaled scores must lie within ±2^27: FP32 cannot
             represent the differences of larger ones, and their rows may be 0, infinity or NaN.
         stage: stage id. Default: on a GPU, the fastest stage on the nearest recorded problem (choice.py; `flashlab

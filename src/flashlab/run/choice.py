@@ -99,7 +99,7 @@ class Table:
         """
         log2 = math.log2
         distances = []
-        for tile, others, mask, dtype in self._of(problem.head_dim)[0]:
+        for tile, others, mask, dtype in self._of_head_dim(problem.head_dim)[0]:
             ratios = [mine / other for mine, other in zip(_sizes(problem, tile), others, strict=True)]
             sizes = abs(log2(ratios[0] * sms)) + abs(log2(ratios[1])) + abs(log2(ratios[2]))
             kinds = _OTHER_MASK * (mask != problem.mask) + _OTHER_DTYPE * (dtype != problem.dtype)
@@ -107,7 +107,9 @@ class Table:
         return distances
 
     @lru_cache(maxsize=8)  # noqa: B019
-    def _of(self, head_dim: int) -> tuple[Mapping[tuple[Any, ...], int], Mapping[str, Sequence[tuple[int, int, Row]]]]:
+    def _of_head_dim(
+        self, head_dim: int
+    ) -> tuple[Mapping[tuple[Any, ...], int], Mapping[str, Sequence[tuple[int, int, Row]]]]:
         """The distinct `_place`s of a head dim's rows, numbered, and `rows_of` its stages.
 
         Of one head dim, because the first call of a process waits for it.
@@ -135,7 +137,7 @@ class Table:
         Rows of runs that timed another stage on the same problem come first, then the newest, because two machines of
         one product differ by more than some stages do.
         """
-        return self._of(head_dim)[1].get(stage.id, ())
+        return self._of_head_dim(head_dim)[1].get(stage.id, ())
 
 
 def fits(name: str, parameters: Mapping[str, int]) -> bool:
